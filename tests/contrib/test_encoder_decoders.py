@@ -188,28 +188,14 @@ def test_the_output_has_scores_and_both_caches():
 
 
 def test_draws_have_the_distribution_of_the_model():
-    vocab = 6
-    model = tiny.build("bart", vocab_size=vocab, max_position_embeddings=32, std=0.15)
+    model = tiny.build("bart", vocab_size=6, max_position_embeddings=32, std=0.15)
     fast = spec_compile.speculate(model, compile=False, cache=False)
-    source = torch.tensor([[3, 4, 5, 4, 3, 5]])
-
-    def conditional(texts):
-        ids = torch.cat([torch.full((len(texts), 1), EOS), texts], dim=1)
-        logits = model(source.expand(len(texts), -1), decoder_input_ids=ids, use_cache=False).logits[:, -1]
-        return logits.double().softmax(dim=-1)
-
-    with torch.no_grad():
-        chances = distributions.joint(conditional, vocab)
-    torch.manual_seed(0)
-    drawn = fast.generate(
-        source, do_sample=True, top_k=0, max_new_tokens=distributions.PLACES, num_return_sequences=2000
-    )[:, 1:]
-    assert distributions.fit(drawn[None], chances[None], vocab) > distributions.FITS
+    assert tiny.fit_of_draws(fast, tiny.chances(model, EOS)) > distributions.FITS
     answers = []
     for speculation in (None, False):
         torch.manual_seed(1)
         options = dict(do_sample=True, top_k=0, max_new_tokens=12, num_return_sequences=4)
-        answers.append(fast.generate(source, **options, speculation=speculation))
+        answers.append(fast.generate(tiny.SOURCE, **options, speculation=speculation))
     assert torch.equal(*answers)
 
 

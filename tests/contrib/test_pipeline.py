@@ -8,6 +8,7 @@ import models
 import pytest
 import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+from offloaded import PARTS, QUICK, answer, answers, answers_on
 from toy_graphs import prefix_then_chunk
 
 from spec_compile import passes, speculate
@@ -18,9 +19,7 @@ from spec_compile.graph import calls, layer_of
 from spec_compile.kernels import linear
 from spec_compile.passes.fuse_norms import fuse_residuals
 
-QUICK = dict(compile=False, check=False)
 FIRST, SECOND, THIRD = "cuda:0", "cuda:1", "cuda:2"
-PARTS = ("model.embed_tokens", "model.rotary_emb", "model.norm", "lm_head")
 
 
 def small(name="llama", layers=4, **more):
@@ -30,18 +29,6 @@ def small(name="llama", layers=4, **more):
 
 def places(devices, ends=(FIRST, FIRST, SECOND, SECOND)):
     return dict(zip(PARTS, ends)) | {f"model.layers.{number}": device for number, device in enumerate(devices)}
-
-
-def answer(net, ids, mask=None):
-    mask = torch.ones_like(ids) if mask is None else mask
-    options = dict(attention_mask=mask, do_sample=False, max_new_tokens=24, eos_token_id=None)
-    return net.generate(ids, **options).tolist()
-
-
-def answers(net):
-    """Of a prompt, and of a batch with padding."""
-    rows, *batch = models.prompts()
-    return answer(net, rows[0]), answer(net, *batch)
 
 
 def moves(graph):
@@ -196,11 +183,6 @@ def on_two(net):
     return accelerate.dispatch_model(net, ends | layers)
 
 
-def answers_on_gpus(net):
-    rows, *batch = models.prompts()
-    return answer(net, rows[0].cuda()), answer(net, *(each.cuda() for each in batch))
-
-
 def note_devices(graph, settings):
     """Note the device of weights that were merged, which on a GPU they have themselves."""
     for node in graph.gm.graph.find_nodes(op="get_attr"):
@@ -236,7 +218,7 @@ def test_on_two_gpus(dtype, options):
     """The tokens, bits and requests of one GPU."""
     one = speculate(small().to("cuda", dtype), **options)
     fast = speculate(net := on_two(small().to(dtype)), **options)
-    assert answers_on_gpus(fast) == answers_on_gpus(one)
+    assert answers_on(fast) == answers_on(one)
     assert all(hasattr(layer, "_hf_hook") for layer in net.model.layers)
     keys = fast.speculation.engine.session(1).state.kv.tensors
     assert [each.device.index for each in keys] == [0, 0, 0, 0, 1, 1, 1, 1]

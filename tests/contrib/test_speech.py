@@ -151,25 +151,12 @@ def test_drafts_with_ngrams():
 
 
 def test_draws_with_a_draft_have_the_distribution_of_the_model():
-    vocab = 6
-    model = tiny.build("bart", vocab_size=vocab, max_position_embeddings=32, std=0.15)
-    draft = tiny.build("bart", vocab_size=vocab, max_position_embeddings=32, std=0.15, seed=1)
-    source = torch.tensor([[3, 4, 5, 4, 3, 5]])
-
-    def conditional(texts):
-        ids = torch.cat([torch.full((len(texts), 1), EOS), texts], dim=1)
-        logits = model(source.expand(len(texts), -1), decoder_input_ids=ids, use_cache=False).logits[:, -1]
-        return logits.double().softmax(dim=-1)
-
-    with torch.no_grad():
-        chances = distributions.joint(conditional, vocab)
+    model = tiny.build("bart", vocab_size=6, max_position_embeddings=32, std=0.15)
+    draft = tiny.build("bart", vocab_size=6, max_position_embeddings=32, std=0.15, seed=1)
+    chances = tiny.chances(model, EOS)
     for method in ("greedy", "probabilistic"):
         fast = spec_compile.speculate(model, "draft_model", draft=draft, draft_sample_method=method, **OPTIONS)
-        torch.manual_seed(0)
-        drawn = fast.generate(
-            source, do_sample=True, top_k=0, max_new_tokens=distributions.PLACES, num_return_sequences=2000
-        )[:, 1:]
-        assert distributions.fit(drawn[None], chances[None], vocab) > distributions.FITS
+        assert tiny.fit_of_draws(fast, chances) > distributions.FITS
 
 
 SOUNDS = {

@@ -73,22 +73,9 @@ def test_prompts_of_the_decoder(padded):
 
 
 def test_draws_have_the_distribution_of_the_model():
-    vocab = 6
-    model = tiny.build("t5", vocab_size=vocab, std=0.15)
+    model = tiny.build("t5", vocab_size=6, std=0.15)
     fast = spec_compile.speculate(model, compile=False, cache=False, adaptive=False)
-    source = torch.tensor([[3, 4, 5, 4, 3, 5]])
-
-    def conditional(texts):
-        ids = torch.cat([torch.full((len(texts), 1), PAD), texts], dim=1)
-        logits = model(source.expand(len(texts), -1), decoder_input_ids=ids, use_cache=False).logits[:, -1]
-        return logits.double().softmax(dim=-1)
-
-    with torch.no_grad():
-        chances = distributions.joint(conditional, vocab)
-    torch.manual_seed(0)
-    options = dict(do_sample=True, top_k=0, max_new_tokens=distributions.PLACES, num_return_sequences=2000)
-    drawn = fast.generate(source, **options)[:, 1:]
-    assert distributions.fit(drawn[None], chances[None], vocab) > distributions.FITS
+    assert tiny.fit_of_draws(fast, tiny.chances(model, PAD)) > distributions.FITS
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

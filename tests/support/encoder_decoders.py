@@ -2,6 +2,7 @@
 
 import functools
 
+import distributions
 import models
 import torch
 import transformers
@@ -90,3 +91,27 @@ def transcriber(**changes):
         suppress_tokens=[7, 9, *range(97, 114)], forced_decoder_ids=None,
     )  # fmt: skip
     return model
+
+
+SOURCE = torch.tensor([[3, 4, 5, 4, 3, 5]])
+"""A source of a model with 6 tokens, for `chances` and `fit_of_draws`."""
+
+
+@torch.no_grad()
+def chances(model, start):
+    """The chances of all answers to `SOURCE`, see `distributions.joint`. start: the decoder's first token."""
+
+    def conditional(texts):
+        ids = torch.cat([torch.full((len(texts), 1), start), texts], dim=1)
+        logits = model(SOURCE.expand(len(texts), -1), decoder_input_ids=ids, use_cache=False).logits[:, -1]
+        return logits.double().softmax(dim=-1)
+
+    return distributions.joint(conditional, model.config.vocab_size)
+
+
+def fit_of_draws(fast, chances):
+    """How well 2,000 answers that are drawn for `SOURCE` fit their chances, see `distributions.fit`."""
+    torch.manual_seed(0)
+    options = dict(do_sample=True, top_k=0, max_new_tokens=distributions.PLACES, num_return_sequences=2000)
+    drawn = fast.generate(SOURCE, **options)[:, 1:]
+    return distributions.fit(drawn[None], chances[None], fast.config.vocab_size)
