@@ -152,9 +152,8 @@ class PrefixCache:
         """
         # All of it is processed if its logits are told, or if states after its answer differ from a prompt's.
         text, is_clamped = sequence.keys, self._runtime.verify.clamps_prompts and bool(sequence.tokens)
-        if text is None or sequence.needs_scores or is_clamped:
-            known = Known()
-        else:
+        known = Known()
+        if text is not None and not sequence.needs_scores and not is_clamped:
             known = self._find(text, sequence.scope, sequence.request.client)
         if (own := sequence.request.process) is not None and not own.begins(known.tokens):
             known = Known()
@@ -320,7 +319,8 @@ class PrefixCache:
 
     def _block(self, parent: Key | Block, key: Key, tokens: int, client: str) -> Block:
         """The block with this key, a new one if there is none. It becomes the newest one after its parent."""
-        block = self._blocks.setdefault((parent, key), Block(parent, key, tokens, client))
+        if (block := self._blocks.get((parent, key))) is None:
+            block = self._blocks[parent, key] = Block(parent, key, tokens, client)
         after = self._after.setdefault(parent, {})
         after.pop(block, None)
         after[block] = None
