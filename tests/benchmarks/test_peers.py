@@ -151,18 +151,25 @@ def test_llama_cpp_as_an_engine(monkeypatch, tmp_path):
     sys.modules.pop("benchmarks.peers.on_llama_cpp")
 
 
-def test_a_model_written_as_gguf_is_the_same_model(tmp_path):
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_a_model_written_as_gguf_is_the_same_model(name, tmp_path):
     pytest.importorskip("gguf")
     from benchmarks.peers import gguf_file
 
-    model = ADMITTED["llama"]()
+    model = ADMITTED[name]()
     model.save_pretrained(tmp_path / "model")
     gguf_file.write(tmp_path / "model", tmp_path / "model.gguf", "float32")
     again = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf", dtype=torch.float32)
     tensors = again.state_dict()
-    assert all(torch.equal(tensors[name], tensor) for name, tensor in model.state_dict().items())
+    assert all(torch.allclose(tensors[name], tensor, rtol=0, atol=1e-6) for name, tensor in model.state_dict().items())
+
+
+def test_other_models_are_not_written_as_gguf(tmp_path):
+    pytest.importorskip("gguf")
+    from benchmarks.peers import gguf_file
+
     ADMITTED["gpt2"]().save_pretrained(tmp_path / "other")
-    with pytest.raises(ValueError, match="model: expected a Llama without scaled positions, got GPT2Config"):
+    with pytest.raises(ValueError, match="model: expected a Llama or a Gemma 3 without scaled positions, got GPT2Conf"):
         gguf_file.write(tmp_path / "other", tmp_path / "other.gguf", "float32")
 
 
