@@ -1,18 +1,17 @@
-"""The bar chart of README.md (docs/chart.svg): tokens a second of transformers, vLLM and spec_compile; and the dots of
-docs/benchmarks/never_slower.svg: tokens a second with drafts over plain steps.
+"""The bar chart docs/chart.svg: tokens a second of transformers, vLLM and spec_compile, a panel for each model; and the
+dots of docs/benchmarks/never_slower.svg: tokens a second with drafts over plain steps.
 
     python docs/chart.py [--write]
 
 Without --write, exits with 1 if a file is not the chart that benchmarks/results gives. The bars compare engines with
-one model, the same heads and prompts, one request at a time; an engine that was not measured on a machine has no bar
-there. All colours are of a middle tone, so the charts can be read on white and on black.
+the same heads and prompts, one request at a time; an engine that was not measured with a model has no bar there. All
+colours are of a middle tone, so the charts can be read on white and on black.
 """
 
 import argparse
 import json
 import math
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from xml.sax.saxutils import escape
 
@@ -20,12 +19,14 @@ FILE = Path(__file__).parent / "chart.svg"
 DOTS = Path(__file__).parent / "benchmarks" / "never_slower.svg"
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 SETS = {
-    "editeval": "code editing",
-    "humaneval": "code completion",
-    "gsm8k_test": "maths",
-    "mt_bench": "chat",
-    "spec_bench_qa_rag": "retrieval",
+    "code editing": ("editeval", "code_editing"),
+    "code completion": ("humaneval", "code_completion"),
+    "maths": ("gsm8k_test", "maths"),
+    "chat": ("mt_bench", "chat"),
 }
+"""The name of a set in the chart, and in the results."""
+MODELS = {"smollm2": "SmolLM2-135M-Instruct", "gemma": "Gemma-3-270M"}
+"""How the folder of a model begins, in small letters, and its name."""
 TRANSFORMERS, VLLM = "transformers, its fastest way", "vLLM, its fastest way"
 HEAD, UNION = "spec_compile, EAGLE-3", "spec_compile, EAGLE-3 and n-grams"
 COLOURS = {TRANSFORMERS: "#bf8700", VLLM: "#8c959f", HEAD: "#54aeff", UNION: "#0969da"}
@@ -41,13 +42,18 @@ def read(folder: Path, name: str) -> dict:
     return json.loads((folder / f"{name}.json").read_text())
 
 
-def on_gpu(folder: Path) -> Panel:
-    """From peers.json: each other engine by its fastest way of drafting, spec_compile by both of its ways."""
-    rows = [row for row in read(folder, "peers")["rows"] if "sets" in row]
+def on_gpu(folder: Path, model: str) -> list[Panel]:
+    """From peers.json: each other engine by its fastest way of drafting, spec_compile by both of its ways. Nothing if
+    the model was not measured."""
+    rows = [row for row in read(folder, "peers")["rows"] if "sets" in row and row["model"].lower().startswith(model)]
 
     def fastest(engine: str, drafts: str | None = None) -> dict[str, float]:
         some = [row["sets"] for row in rows if row["engine"] == engine and drafts in (None, row["drafts"])]
-        return {key: max(sets[key]["tokens_per_second"] for sets in some if sets.get(key)) for key in SETS if some}
+        found = {
+            title: [sets[name]["tokens_per_second"] for sets in some for name in names if sets.get(name)]
+            for title, names in SETS.items()
+        }
+        return {title: max(rates) for title, rates in found.items() if rates}
 
     engines = {
         TRANSFORMERS: fastest("transformers"),
@@ -55,28 +61,9 @@ def on_gpu(folder: Path) -> Panel:
         HEAD: fastest("ours", "EAGLE-3"),
         UNION: fastest("ours", "EAGLE-3 + n-gram"),
     }
-    stamp = next(row["stamp"] for row in rows if row["engine"] == "ours")
-    return f"{stamp['gpu']}, bfloat16", {name: rates for name, rates in engines.items() if rates}
-
-
-def on_cpu(folder: Path) -> Panel:
-    """From acceptance_smollm2.json: transformers by its fastest way, spec_compile by both of its ways."""
-    workloads = read(folder, "acceptance_smollm2")["workloads"]
-
-    def rates(of: Callable[[str], bool]) -> dict[str, float]:
-        systems = {key: workloads[key]["systems"] for key in SETS}
-        return {
-            key: max(row["tokens_per_second"] for name, row in some.items() if of(name))
-            for key, some in systems.items()
-        }
-
-    engines = {
-        TRANSFORMERS: rates(lambda name: name.startswith("HF ")),
-        HEAD: rates(lambda name: name == "EAGLE-3, tree of 16"),
-        UNION: rates(lambda name: name == "EAGLE-3 and n-gram, tree of 16"),
-    }
-    stamp = workloads["editeval"]["systems"]["HF greedy"]["stamp"]
-    return f"{stamp['threads']} CPU cores ({stamp['cpu']}), {stamp['dtype']}", engines
+    engines = {name: rates for name, rates in engines.items() if len(rates) == len(SETS)}
+    stamp = next((row["stamp"] for row in rows if row["engine"] == "ours"), None)
+    return [(f"{MODELS[model]}, {stamp['gpu']}, bfloat16", engines)] if stamp and engines else []
 
 
 def text(x: float, y: float, words: str, size: int = 12, anchor: str = "start", weight: str = "normal") -> str:
@@ -90,8 +77,8 @@ def draw(panel: Panel, left: int) -> tuple[list[str], int]:
     most = max(rate for rates in engines.values() for rate in rates.values())
     room, y = PANEL - LABELS - 60, TOP
     parts = [text(left, y - 14, title, 13, weight="bold")]
-    for key, name in SETS.items():
-        parts.append(text(left + LABELS - 8, y + len(engines) * BAR / 2 + 4, name, anchor="end"))
+    for key in SETS:
+        parts.append(text(left + LABELS - 8, y + len(engines) * BAR / 2 + 4, key, anchor="end"))
         parts.append(f'<path d="M{left + LABELS} {y - 2}v{len(engines) * BAR + 3}" stroke="{LINE}"/>')
         for engine, rates in engines.items():
             width = max(1, rates[key] / most * room)
@@ -114,16 +101,16 @@ def legend(colours: dict[str, str]) -> list[str]:
 
 def render(folder: Path = RESULTS) -> str:
     """The file."""
-    panels = [on_gpu(folder), on_cpu(folder)]
+    panels = [panel for model in MODELS for panel in on_gpu(folder, model)]
     drawn = [draw(panel, number * (PANEL + 20)) for number, panel in enumerate(panels)]
     shown = {name: COLOURS[name] for name in COLOURS if any(name in engines for _, engines in panels)}
-    title = "Tokens per second of SmolLM2-135M-Instruct, one request at a time, same heads and prompts"
+    title = "Tokens per second, one request at a time, same heads and prompts"
     return picture(title, shown, drawn)
 
 
 def picture(title: str, colours: dict[str, str], panels: list[tuple[list[str], int]]) -> str:
     """The file of a chart with a legend of these colours; each panel has its shapes and the y below them."""
-    height = max(y for _, y in panels)
+    height = max((y for _, y in panels), default=TOP)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" '
         f'font-family="-apple-system, Segoe UI, Helvetica, Arial, sans-serif" role="img">',

@@ -30,6 +30,13 @@ SHAPES = {
     "lfm2-1.2b": "LFM2-1.2B",
 }
 """Shape -> its name in tables."""
+MODELS = {"smollm2": "SmolLM2-135M", "gemma": "Gemma-3-270M"}
+"""How the folder of a real model begins, in small letters -> its name in tables."""
+SETS = {
+    "code_editing": "code editing", "editeval": "code editing", "code_completion": "code completion",
+    "humaneval": "code completion", "maths": "maths", "gsm8k_test": "maths", "chat": "chat", "mt_bench": "chat",
+}  # fmt: skip
+"""Set of prompts -> its name in tables."""
 
 
 class Results:
@@ -102,6 +109,16 @@ def crossed(corner: str, cells: dict[str, dict], titles: dict, missing: str = ""
 def named(names: Iterable[str]) -> dict[str, str]:
     """Title of each column by its name."""
     return {name: name.replace("_", " ") for name in names}
+
+
+def model_name(row: dict) -> str:
+    """The model of a row as tables name it: "smollm2" and "SmolLM2-135M-Instruct" are "SmolLM2-135M"."""
+    found = (title for start, title in MODELS.items() if row["model"].lower().startswith(start))
+    return next(found, row["model"])
+
+
+def set_title(name: str) -> str:
+    return SETS.get(name, name.replace("_", " "))
 
 
 def number(row: dict, key: str, form: str = "{:.2f}") -> str:

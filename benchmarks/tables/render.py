@@ -7,16 +7,19 @@ from pathlib import Path
 from benchmarks.common import LOOKUP, RESULTS, ROOT
 from benchmarks.rounds.token_times import EAGER, PLAIN, STATIC
 from benchmarks.tables.figures import (
+    MODELS,
     NONE,
     SHAPES,
     Results,
     crossed,
     hardware,
     listed,
+    model_name,
     ms,
     named,
     number,
     over_floor,
+    set_title,
     table,
     with_floor,
 )
@@ -97,20 +100,34 @@ def gemma3_acceptance(results: Results) -> str:
     return acceptance(results, "acceptance_gemma3")
 
 
+def engine_rows(results: Results, file: str) -> tuple[list[str], list[dict]]:
+    """The sets of a file, and its rows, those of one model together; refused ones have no sets."""
+    rows = sorted(results.all(file, "rows"), key=lambda row: model_name(row) != next(iter(MODELS.values())))
+    return list(dict.fromkeys(set_title(name) for row in rows for name in row.get("sets", {}))), rows
+
+
+def by_title(row: dict) -> dict[str, dict]:
+    """The figures of a row's sets by the names that tables give them."""
+    return {set_title(name): figures for name, figures in row.get("sets", {}).items()}
+
+
+def speed(figures: dict | None) -> str:
+    """Accept length and tokens a second."""
+    return f"{figures['accept_length'] or 0:.2f}, {figures['tokens_per_second']:,.0f}" if figures else NONE
+
+
 @shown
 def peers(results: Results) -> str:
-    """A row for each engine and way of drafting, a column for each set: accept length and tokens a second."""
-    every = results.all("peers", "rows")
-    names = list(dict.fromkeys(name for row in every for name in row.get("sets", {})))
+    """A row for each model, engine and way of drafting, a column for each set: accept length and tokens a second."""
+    names, every = engine_rows(results, "peers")
     rows = []
     for row in map(results.seen, every):
+        found = by_title(row)
         cells = [row["refused"], *[""] * (len(names) - 1)] if "refused" in row else [
-            f"{figures['accept_length'] or 0:.2f}, {figures['tokens_per_second']:,.0f}" if figures else NONE
-            for figures in (row["sets"].get(name) for name in names)
+            speed(found.get(name)) for name in names
         ]  # fmt: skip
-        rows.append((row["drafts"], f"{row['engine']} {row.get('version', '')}".strip(), *cells))
-    sets = (name.replace("_", " ") for name in names)
-    return table(("drafts", "engine", *sets), rows)
+        rows.append((model_name(row), row["drafts"], f"{row['engine']} {row.get('version', '')}".strip(), *cells))
+    return table(("model", "drafts", "engine", *names), rows)
 
 
 LLAMA_CPP = {None: "BF16", "int8": "Q8_0", "int4": "Q4_0"}
@@ -119,27 +136,37 @@ LLAMA_CPP = {None: "BF16", "int8": "Q8_0", "int4": "Q4_0"}
 
 @shown
 def peers_cpu(results: Results) -> str:
-    """A row for each engine, its weights and way of drafting, a column for each set: accept length, tokens a second,
-    and for ours in brackets over llama.cpp of the same weights: plain steps over its plain steps, drafts over the
-    faster of its plain steps and its lookup."""
-    every = [row for row in results.all("peers_cpu", "rows") if "sets" in row]
-    names = list(dict.fromkeys(name for row in every for name in row["sets"]))
-    rows = []
+    """A row for each model, engine, its weights and way of drafting, a column for each set: accept length, tokens a
+    second, and for ours in brackets over llama.cpp of the same weights: plain steps over its plain steps, drafts over
+    the faster of its plain steps and its lookup."""
+    names, every = engine_rows(results, "peers_cpu")
+    every, rows = [row for row in every if "sets" in row], []
     for row in map(results.seen, every):
-        theirs = [one for one in every if one["engine"] == "llama_cpp" and one["weights"] == row["weights"]
+        same = [one for one in every if (one["model"], one["weights"]) == (row["model"], row["weights"])]
+        theirs = [by_title(one) for one in same if one["engine"] == "llama_cpp"
                   and (one["drafts"] == "plain" or row["drafts"] != "plain")]  # fmt: skip
         cells = []
         for name in names:
-            figures = row["sets"].get(name)
-            rates = [one["sets"][name]["tokens_per_second"] for one in theirs if name in one["sets"]]
-            cell = f"{figures['accept_length']:.2f}, {figures['tokens_per_second']:,.0f}" if figures else NONE
-            if figures and rates and row["engine"] == "ours":
-                cell += f" ({figures['tokens_per_second'] / max(rates):.2f}×)"
-            cells.append(cell)
+            figures = by_title(row).get(name)
+            rates = [one[name]["tokens_per_second"] for one in theirs if name in one]
+            over = figures and rates and row["engine"] == "ours"
+            ratio = f" ({figures['tokens_per_second'] / max(rates):.2f}×)" if over else ""
+            cells.append(speed(figures) + ratio)
         kinds = LLAMA_CPP if row["engine"] == "llama_cpp" else {None: row["dtype"]}
         weights = kinds.get(row["weights"], row["weights"])
-        rows.append((weights, row["drafts"], f"{row['engine']} {row['version']}", *cells))
-    return table(("weights", "drafts", "engine", *(WORKLOADS.get(name, name) for name in names)), rows)
+        rows.append((model_name(row), weights, row["drafts"], f"{row['engine']} {row['version']}", *cells))
+    return table(("model", "weights", "drafts", "engine", *names), rows)
+
+
+@shown
+def first_token(results: Results) -> str:
+    """A row for each model and system: seconds from the start of its process, with empty caches and with kept ones."""
+    starts: dict[tuple, dict] = {}
+    for row in map(results.seen, results.all("first_token", "rows")):
+        key = model_name(row), hardware(row), f"{row['system']} {row['version']}"
+        starts.setdefault(key, {})[row["cache"]] = f"{row['seconds']:.1f} s"
+    rows = ((*key, cells.get("cold", NONE), cells.get("warm", NONE)) for key, cells in starts.items())
+    return table(("model", "hardware", "engine", "first start", "later starts"), rows)
 
 
 @shown

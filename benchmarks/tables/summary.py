@@ -1,82 +1,66 @@
-"""The table of README.md: spec_compile next to the fastest other way to do the same."""
+"""The table of README.md: spec_compile next to other engines, each in its fastest way."""
 
-from benchmarks.common import LOOKUP
-from benchmarks.rounds.token_times import EAGER, PLAIN, STATIC
-from benchmarks.tables.figures import NONE, Results, hardware, table
+from benchmarks.tables.figures import MODELS, NONE, Results, model_name, set_title, table
 
-BEST = (LOOKUP, STATIC, EAGER, "HF greedy", "HF assistant")
-"""Transformers' own ways to generate."""
-Cells = tuple[str, str, str, str]
-NOTHING: Cells = (NONE, NONE, "", "")
+SMOLLM2, GEMMA3 = MODELS.values()
+RIVALS = "vllm", "llama_cpp"
+EMPTY = [NONE] * 3 + [""]
 
 
-def against(rivals: dict[str, float], ours: float, row: dict) -> Cells:
-    """The fastest of `rivals` (tokens a second by name), ours, the ratio, and the hardware that measured `row`."""
-    best = max(rivals, key=rivals.__getitem__)
-    theirs = f"{rivals[best]:,.0f} tokens/s ({best.removeprefix('HF ')})"
-    return theirs, f"{ours:,.0f} tokens/s", f"{ours / rivals[best]:.1f}×", hardware(row)
+def fastest(results: Results, file: str, engine: str, model: str, title: str, weights: str | None):
+    """Tokens a second of an engine's fastest way on a set, and its row; (0, {}) if it was not measured."""
+    best: tuple[float, dict] = (0.0, {})
+    for row in results.all(file, "rows"):
+        if (row["engine"], model_name(row), row.get("weights")) == (engine, model, weights):
+            for name, figures in row.get("sets", {}).items():
+                if set_title(name) == title and figures and figures["tokens_per_second"] > best[0]:
+                    best = figures["tokens_per_second"], row
+    return best
 
 
-def step_cells(results: Results, shape: str) -> Cells:
-    """A token of transformers' best way, and of ours by plain steps."""
-    rows = {row["system"]: row for row in results.all("gpu", "shapes", shape, "steps")}
-    theirs = [row for name, row in rows.items() if name in BEST]
-    if not theirs or PLAIN not in rows:
-        return NOTHING
-    best, plain = results.seen(min(theirs, key=lambda row: row["ms"])), results.seen(rows[PLAIN])
-    name, ratio = best["system"].removeprefix("HF "), best["ms"] / plain["ms"]
-    return f"{best['ms']:.2f} ms ({name})", f"{plain['ms']:.2f} ms", f"{ratio:.1f}×", hardware(plain)
+def peer_cells(results: Results, file: str, model: str, title: str, weights: str | None) -> list[str]:
+    """Transformers (with its own weights), the other engine and ours, and ours over the other engine."""
+    cells, rates = [], []
+    for engines, rounded in ((("transformers",), None), (RIVALS, weights), (("ours",), weights)):
+        rate, row = max((fastest(results, file, one, model, title, rounded) for one in engines), key=lambda one: one[0])
+        results.seen(row)
+        cells.append(f"{rate:,.0f} ({row['drafts']})" if row else NONE)
+        rates.append(rate)
+    return [*cells, f"{rates[2] / rates[1]:.1f}×" if rates[1] and rates[2] else ""]
 
 
-def acceptance_cells(results: Results, workload: str, name: str) -> Cells:
-    """Transformers' best way, and one of ours in the same run."""
-    systems = results.get("acceptance_smollm2", "workloads", workload, "systems")
-    row = results.seen(systems.get(name, {}))
-    rivals = {
-        other: each["tokens_per_second"] for other, each in systems.items()
-        if other in BEST and each["stamp"] == row.get("stamp")
-    }  # fmt: skip
-    return against(rivals, row["tokens_per_second"], row) if LOOKUP in rivals else NOTHING
+def start_cells(results: Results, model: str) -> list[str]:
+    """Seconds until the first token of a process, with caches that an earlier one left."""
+    rows = [row for row in results.all("first_token", "rows") if model_name(row) == model and row["device"] == "cuda"]
+    warm = {row["system"]: results.seen(row)["seconds"] for row in rows if row["cache"] == "warm"}
+    cells = [f"{warm[name]:.1f} s" if name in warm else NONE for name in ("transformers", "vllm", "ours")]
+    return [*cells, f"{warm['vllm'] / warm['ours']:.1f}×" if {"vllm", "ours"} <= {*warm} else ""]
 
 
-def peer_cells(results: Results, file: str, workload: str, drafts: str, rival: str, weights: str | None) -> Cells:
-    """Another engine in its fastest way, and ours with some drafts. weights: to what both have rounded them."""
-    rows = [row for row in results.all(file, "rows") if row.get("weights") == weights]
-    rows = [row for row in rows if workload in row.get("sets", {})]
-    rate = {(row["engine"], row["drafts"]): row["sets"][workload]["tokens_per_second"] for row in rows}
-    found = {(row["engine"], row["drafts"]): row for row in rows}
-    rivals = {key: value for key, value in rate.items() if key[0] == rival}
-    if not rivals or ("ours", drafts) not in found:
-        return NOTHING
-    best = max(rivals, key=rivals.__getitem__)
-    results.seen(found[best])
-    name = f"vLLM, {best[1]}" if rival == "vllm" else f"llama.cpp, {'lookup' if best[1] == 'n-gram' else 'plain'}"
-    return against({name: rate[best]}, rate["ours", drafts], results.seen(found["ours", drafts]))
-
-
-def round_cells(results: Results, shape: str, draft: str) -> Cells:
-    """The floor of a round with a draft, and the round."""
-    row = results.row("gpu", "shapes", shape, "drafts", name=draft)
-    if not row:
-        return NOTHING
-    floor = f"{row['floor_copy_ms']:.2f} ms (floor: reading the weights)"
-    return floor, f"{row['ms']:.2f} ms", f"{row['over_copy']:.2f}× the floor", hardware(row)
+def request_cells(results: Results, shape: str, count: int) -> list[str]:
+    """Tokens a second of random prompts of 512 tokens, `count` at once."""
+    rows = [row for row in results.all("serving", "random")
+            if (row["model"], row["in_flight"], row["prompt_tokens"]) == (shape, count, "512")]  # fmt: skip
+    theirs = [row for row in rows if row["system"].startswith("vLLM")]
+    ours = [row for row in rows if row not in theirs]
+    if not theirs or not ours:
+        return EMPTY
+    theirs, ours = (results.seen(max(some, key=lambda row: row["tokens_per_s"])) for some in (theirs, ours))
+    rates = theirs["tokens_per_s"], ours["tokens_per_s"]
+    return ["", f"{rates[0]:,.0f}", f"{rates[1]:,.0f} ({ours['system']})", f"{rates[1] / rates[0]:.2f}×"]
 
 
 def summary(results: Results) -> str:
     """The rows of README.md."""
-    both, tree = "EAGLE-3 + n-gram", "EAGLE-3, tree of 16 in 5 steps"
-    model, on_cpu = "SmolLM2-135M, EAGLE-3 and n-grams", "EAGLE-3 and n-gram, tree of 16"
     rows = [
-        (f"{model}, {name}", *peer_cells(results, "peers", key, both, "vllm", None), "`peers.compare`")
-        for key, name in {"editeval": "code editing", "gsm8k_test": "maths", "mt_bench": "chat"}.items()
+        [f"{model}, {title}", *peer_cells(results, "peers", model, title, None)]
+        for model in (SMOLLM2, GEMMA3)
+        for title in ("code editing", "maths", "chat")
     ]
     rows += [
-        (f"{model}, maths", *acceptance_cells(results, "gsm8k_test", on_cpu), "`quality.acceptance --as-chat`"),
-        ("SmolLM2-135M, 4 bits, n-grams, code editing",
-         *peer_cells(results, "peers_cpu", "code_editing", "n-gram", "llama_cpp", "int4"),
-         "`peers.compare --device cpu`"),
-        ("Llama-3.1-8B shape, one token without drafts", *step_cells(results, "llama-8b"), "`gpu --baselines`"),
-        ("Llama-3.1-8B shape, a round of EAGLE-3's tree", *round_cells(results, "llama-8b", tree), "`gpu --drafts`"),
-    ]  # fmt: skip
-    return table(("", "compared with", "spec_compile", "", "hardware", "`python -m benchmarks.`"), rows)
+        [f"{model}, code editing, CPU, 4 bits", *peer_cells(results, "peers_cpu", model, "code editing", "int4")]
+        for model in (SMOLLM2, GEMMA3)
+    ]
+    rows.append([f"{SMOLLM2}, first token of a later process", *start_cells(results, SMOLLM2)])
+    rows.append(["64 requests, Llama-3.1-8B shape", *request_cells(results, "llama-8b", 64)])
+    return table(("tokens/s", "transformers", "vLLM, llama.cpp", "spec_compile", "ratio"), rows)

@@ -19,6 +19,7 @@ from benchmarks import common, cpu, gpu
 from benchmarks.quality import acceptance, bits
 from benchmarks.rounds import quantised_layers, quantised_shapes, shapes, token_times
 from benchmarks.tables import render
+from benchmarks.tables.figures import Results
 
 SCRIPTS = [path for path in sorted(common.HERE.rglob("*.py")) if "__doc__" in path.read_text()]
 FACTS = {"commit", "date", "command", "cpu", "threads", "python", "torch", "transformers"}
@@ -150,23 +151,61 @@ def test_tables_from_made_up_results(tmp_path):
     common.write_json(tmp_path / "gpu.json", {"shapes": {"llama-8b": {"steps": rows}}})
     marks = "<!-- figures: {} -->\nold\n<!-- end of figures -->"
     text = render.render("a\n" + marks.format("summary") + "\nb\n" + marks.format("gpu_steps"), tmp_path)
-    assert "| 8.00 ms (prompt lookup) | 4.00 ms | 2.0× |" in text  # the fastest of theirs by plain steps of ours
     assert "Measured at: commit abc, 2026-01-02, GPU X, torch 2, transformers 5." in text
-    rows = {"HF greedy": 10.0, common.LOOKUP: 40.0, "n-gram, 16 nodes": 100.0}
-    rows = {name: {"tokens_per_second": rate, "stamp": facts} for name, rate in rows.items()}
-    rows["HF assistant"] = {"tokens_per_second": 80.0, "stamp": {**facts, "commit": "another run's"}}
-    rows["EAGLE-3 and n-gram, tree of 16"] = rows.pop("n-gram, 16 nodes")
-    common.write_json(tmp_path / "acceptance_smollm2.json", {"workloads": {"gsm8k_test": {"systems": rows}}})
-    text = render.render(text, tmp_path)
-    assert "| 40 tokens/s (prompt lookup) | 100 tokens/s | 2.5× |" in text
     assert "not measured" in text and "old" not in text and "| Llama-3.1-8B | 20.00 | 9.00 | 4.00 |" in text
     assert render.render(text, tmp_path) == text
-    rows["n-gram, 16 nodes"] = {"tokens_per_second": 60.0, "accept_length": 2.5, "stamp": facts}
-    common.write_json(tmp_path / "acceptance_gemma3.json", {"workloads": {"gsm8k_test": {"systems": rows}}})
-    text = render.render(marks.format("smollm2_acceptance") + marks.format("gemma3_acceptance"), tmp_path)
-    assert text.count("| HF greedy | 10 |") == 2 and text.count("| n-gram, 16 nodes | 2.50, 60 |") == 1
     with pytest.raises(KeyError, match="nothing"):
         render.render(marks.format("nothing"))
+
+
+def test_the_first_table_from_made_up_results(tmp_path):
+    """Each engine by its fastest way; two models, whatever their folders and sets are called; nothing of another."""
+    gpu_stamp, cpu_stamp = dict(commit="abc", date="2026-01-02 03:04", torch="2", transformers="5", gpu="GPU X"), {}
+    cpu_stamp = {**gpu_stamp, "gpu": None, "cpu": "CPU Y", "threads": 2}
+
+    def row(model, engine, drafts, rate, name, weights=None, stamp=gpu_stamp):
+        figures = {name: {"accept_length": 1.5, "tokens_per_second": rate}}
+        return dict(model=model, dtype="bfloat16", engine=engine, drafts=drafts, weights=weights, version="1",
+                    sets=figures, stamp=stamp)  # fmt: skip
+
+    smol, gemma = "SmolLM2-135M-Instruct", "gemma3-270m"
+    rows = [
+        row(smol, "ours", "n-gram", 300, "mt_bench"), row(smol, "ours", "plain", 100, "mt_bench"),
+        row(smol, "vllm", "plain", 60, "mt_bench"), row(smol, "vllm", "n-gram", 50, "mt_bench"),
+        row(smol, "transformers", "plain", 20, "mt_bench"), row(gemma, "ours", "plain", 70, "chat"),
+        dict(model=gemma, dtype="bfloat16", engine="vllm", drafts="plain", refused="no", stamp=gpu_stamp),
+    ]  # fmt: skip
+    common.write_json(tmp_path / "peers.json", {"rows": rows})
+    rows = [row(gemma, engine, drafts, rate, "code_editing", weights, cpu_stamp) for engine, drafts, weights, rate in (
+        ("ours", "n-gram", "int4", 90), ("ours", "n-gram", "int8", 99), ("llama_cpp", "plain", "int4", 45),
+        ("transformers", "n-gram", None, 9))]  # fmt: skip
+    common.write_json(tmp_path / "peers_cpu.json", {"rows": rows})
+    starts = [dict(model=smol, device=device, system=system, version="1", cache=cache, seconds=seconds,
+                   stamp=gpu_stamp if device == "cuda" else cpu_stamp)
+              for device, system, cache, seconds in (
+                  ("cuda", "ours", "cold", 9.0), ("cuda", "ours", "warm", 4.0), ("cuda", "vllm", "warm", 20.0),
+                  ("cpu", "ours", "warm", 3.0))]  # fmt: skip
+    common.write_json(tmp_path / "first_token.json", {"rows": starts})
+    asked = dict(model="llama-8b", in_flight=64, prompt_tokens="512", stamp=gpu_stamp)
+    requests = [asked | dict(system=system, tokens_per_s=rate) for system, rate in (
+        ("plain", 40.0), ("ngram", 30.0), ("vLLM 1", 50.0))]  # fmt: skip
+    common.write_json(tmp_path / "serving.json", {"random": requests})
+    text = render.TABLES["summary"](Results(tmp_path))
+    for line in (
+        "| SmolLM2-135M, chat | 20 (plain) | 60 (plain) | 300 (n-gram) | 5.0× |",
+        "| Gemma-3-270M, chat | not measured | not measured | 70 (plain) |  |",
+        "| Gemma-3-270M, code editing, CPU, 4 bits | 9 (n-gram) | 45 (plain) | 90 (n-gram) | 2.0× |",
+        "| SmolLM2-135M, first token of a later process | not measured | 20.0 s | 4.0 s | 5.0× |",
+        "| 64 requests, Llama-3.1-8B shape |  | 50 | 40 (plain) | 0.80× |",
+    ):
+        assert line in text
+    assert len(text.splitlines()) <= 12
+    engines = render.TABLES["peers"](Results(tmp_path))
+    assert "| model | drafts | engine | chat |" in engines and "| Gemma-3-270M | plain | vllm | no |" in engines
+    on_cpu = render.TABLES["peers_cpu"](Results(tmp_path))
+    assert "| Gemma-3-270M | int4 | n-gram | ours 1 | 1.50, 90 (2.00×) |" in on_cpu
+    assert "| Gemma-3-270M | int8 | n-gram | ours 1 | 1.50, 99 |" in on_cpu
+    assert "| SmolLM2-135M | GPU X | ours 1 | 9.0 s | 4.0 s |" in render.TABLES["first_token"](Results(tmp_path))
 
 
 @pytest.fixture(scope="module")
