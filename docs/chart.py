@@ -1,22 +1,19 @@
-"""The bar chart docs/chart.svg: tokens a second of transformers, vLLM and spec_compile, a panel for each model; and the
-dots of docs/benchmarks/never_slower.svg: tokens a second with drafts over plain steps.
+"""The bar chart docs/chart.svg: tokens a second of transformers, vLLM and spec_compile, a panel for each model.
 
     python docs/chart.py [--write]
 
-Without --write, exits with 1 if a file is not the chart that benchmarks/results gives. The bars compare engines with
+Without --write, exits with 1 if the file is not the chart that benchmarks/results gives. The bars compare engines with
 the same heads and prompts, one request at a time; an engine that was not measured with a model has no bar there. All
 colours are of a middle tone, so the charts can be read on white and on black.
 """
 
 import argparse
 import json
-import math
 import sys
 from pathlib import Path
 from xml.sax.saxutils import escape
 
 FILE = Path(__file__).parent / "chart.svg"
-DOTS = Path(__file__).parent / "benchmarks" / "never_slower.svg"
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 SETS = {
     "code editing": ("editeval", "code_editing"),
@@ -32,8 +29,6 @@ HEAD, UNION = "spec_compile, EAGLE-3", "spec_compile, EAGLE-3 and n-grams"
 COLOURS = {TRANSFORMERS: "#bf8700", VLLM: "#8c959f", HEAD: "#54aeff", UNION: "#0969da"}
 TEXT, LINE = "#7d8590", "#8c959f"
 WIDTH, PANEL, LABELS, BAR, GAP, TOP = 880, 430, 112, 13, 12, 92
-ADAPTIVE, FIXED = "adaptive", "fixed"
-WAYS = {ADAPTIVE: "#0969da", FIXED: "#bf8700"}
 Panel = tuple[str, dict[str, dict[str, float]]]
 """A title, and for each engine the tokens a second of each set."""
 
@@ -123,48 +118,15 @@ def picture(title: str, colours: dict[str, str], panels: list[tuple[list[str], i
     return "\n".join(parts) + "\n"
 
 
-def draw_dots(title: str, rows: list[dict], left: int) -> tuple[list[str], int]:
-    """A panel of never_slower's rows: a line for each draft, and a dot for each cell at its ratio, by its logarithm."""
-    names, label = sorted({row["draft"] for row in rows}), 215
-    bottom = TOP + 20 * len(names)
-
-    def across(ratio: float) -> float:
-        """For a ratio of 1/6 the left end, for 6 the right end."""
-        return left + label + (PANEL - label - 10) * (math.log(ratio, 6) + 1) / 2
-
-    parts = [text(left, TOP - 24, title, 13, weight="bold")]
-    for ratio in (0.2, 0.5, 1, 2, 5):
-        line = f"M{across(ratio):.1f} {TOP - 8}V{bottom}"
-        parts.append(f'<path d="{line}" stroke="{LINE}" opacity="{0.9 if ratio == 1 else 0.3}"/>')
-        parts.append(text(across(ratio), bottom + 14, f"{ratio:g}", 11, "middle"))
-    for place, name in enumerate(names):
-        y = TOP + 20 * place
-        parts.append(text(left + label - 8, y + 4, name, 11, "end"))
-        for way, drop in ((FIXED, 4), (ADAPTIVE, -2)):
-            at = (across(row[way]) for row in rows if row["draft"] == name)
-            parts += [f'<circle cx="{x:.1f}" cy="{y + drop}" r="3" fill="{WAYS[way]}" opacity="0.7"/>' for x in at]
-    return parts, bottom + 24
-
-
-def render_dots(folder: Path = RESULTS) -> str:
-    """The file of all cells of never_slower.json."""
-    rows, titles = read(folder, "never_slower")["rows"], {"cpu": "Two CPU cores, float32", "cuda": "H200, bfloat16"}
-    drawn = [
-        draw_dots(title, [row for row in rows if row["device"] == device], number * (PANEL + 20))
-        for number, (device, title) in enumerate(titles.items())
-    ]
-    return picture("Tokens per second with drafts over plain steps of the same engine", WAYS, drawn)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="rewrite the charts")
+    parser.add_argument("--write", action="store_true", help="rewrite the chart")
     write = parser.parse_args().write
-    for file, content in ((FILE, render()), (DOTS, render_dots())):
-        if write:
-            file.write_text(content)
-        elif not file.exists() or file.read_text() != content:
-            sys.exit(f"{file.name}: not what the results give; run python docs/chart.py --write")
+    content = render()
+    if write:
+        FILE.write_text(content)
+    elif not FILE.exists() or FILE.read_text() != content:
+        sys.exit(f"{FILE.name}: not what the results give; run python docs/chart.py --write")
 
 
 if __name__ == "__main__":

@@ -106,11 +106,6 @@ def crossed(corner: str, cells: dict[str, dict], titles: dict, missing: str = ""
     return table((corner, *titles.values()), rows)
 
 
-def named(names: Iterable[str]) -> dict[str, str]:
-    """Title of each column by its name."""
-    return {name: name.replace("_", " ") for name in names}
-
-
 def model_name(row: dict) -> str:
     """The model of a row as tables name it: "smollm2" and "SmolLM2-135M-Instruct" are "SmolLM2-135M"."""
     found = (title for start, title in MODELS.items() if row["model"].lower().startswith(start))
@@ -119,10 +114,6 @@ def model_name(row: dict) -> str:
 
 def set_title(name: str) -> str:
     return SETS.get(name, name.replace("_", " "))
-
-
-def number(row: dict, key: str, form: str = "{:.2f}") -> str:
-    return form.format(row[key]) if row.get(key) is not None else NONE
 
 
 def ms(key: str, digits: int = 1) -> Callable[[dict], str]:

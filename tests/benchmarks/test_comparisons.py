@@ -184,7 +184,7 @@ def test_random_prompts(more, tmp_path, capsys):
     else:
         assert row["requests"] == (5 if "--requests" in more else 9) and row["most_at_once"] == 3
         assert row["whole_rows"] >= 1 and row["tokens_per_step"] == 1
-    assert "20 to 90" in render.TABLES[f"serving_{part}"](Results(tmp_path))
+        assert "20 to 90" in render.TABLES["serving_random"](Results(tmp_path))
 
 
 @pytest.mark.slow
@@ -199,7 +199,6 @@ def test_simulated_acceptance_under_load(tmp_path, capsys):
         wanted = {"plain": 1, "chain of 3": 1 + 3 * row["simulated acceptance"]}
         assert {name: row["accept lengths"][name] for name in wanted} == pytest.approx(wanted, abs=0.5)
     assert "simulated, free, chain of 3, 3 in flight" in capsys.readouterr().out
-    assert "free, chain of 3, 3 in flight" in render.TABLES["simulated_load"](Results(tmp_path))
 
 
 def test_kept_prefixes(tiny_shapes, tmp_path, capsys):
