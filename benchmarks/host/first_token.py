@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 
 SYSTEMS = ("ours", "transformers", "vllm")
@@ -75,7 +76,8 @@ def start(system: str, options: argparse.Namespace, cache: str, only_import: boo
             if line is None:
                 errors.seek(0)
                 raise RuntimeError(f"{system} said no token: {errors.read()[-2000:]}")
-            process.communicate(timeout=120)  # what an engine keeps for the next start, it may write at the end
+            with suppress(subprocess.TimeoutExpired):
+                process.communicate(timeout=120)  # what an engine keeps for the next start, it may write at the end
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
