@@ -7,6 +7,8 @@ import huggingface_hub
 import torch
 import transformers
 import typer
+from huggingface_hub import constants
+from huggingface_hub.errors import HfHubHTTPError
 
 from ..api import speculate
 from ..cli import at_least, dtype_name, json_object, load_model, local_device, parsed
@@ -16,6 +18,8 @@ from .terminal.streamed import make_console
 application = typer.Typer()
 
 CHAT_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
+HUB_SECONDS = 5.0
+"""How long the model hub may take until it counts as out of reach."""
 
 AnyDevice = Annotated[
     torch.device | None, parsed(local_device, "DEVICE", "cpu, cuda or cuda:N. By default cuda if there is a GPU.")
@@ -26,15 +30,30 @@ Draft = Annotated[str | None, typer.Option(help="The draft: a directory, or a na
 Speculation = Annotated[dict, parsed(json_object, "JSON", "Further options of speculate().")]
 
 
+def ask_hub(name: str) -> None:
+    """Take models from the hub's cache only, if it is asked for one and cannot be reached. It retries for a minute."""
+    if Path(name).expanduser().exists():
+        return
+    try:
+        huggingface_hub.model_info(name, timeout=HUB_SECONDS)
+    except (HfHubHTTPError, ValueError):  # the hub answers, or this is no name: what loads the model says so
+        pass
+    except (HfHubHTTPError.__bases__[0], OSError):  # of httpx, or of httpx2 from huggingface_hub 2 on
+        constants.HF_HUB_OFFLINE = True
+
+
 def _load(console: Any, name: str, dtype: str, device: torch.device) -> tuple[Any, Any]:
     """The model and its tokenizer. Says what it waits for, and no more."""
     transformers.utils.logging.disable_progress_bar()
     huggingface_hub.utils.logging.set_verbosity_error()  # it would report each of its attempts
     console.print(f"• loading {name} on {device}", style="dim")
+    ask_hub(name)
     return load_model(name, dtype, device)
 
 
 def _speculate(console: Any, model: Any, algo: str, draft: str | None, options: dict) -> Any:
+    if draft is not None:
+        ask_hub(draft)
     console.print("• capturing it as a graph, and checking the graph", style="dim")
     return speculate(model, algo, **({} if draft is None else {"draft": draft}), **options)
 

@@ -97,7 +97,7 @@ def fetch_experts(held: Tensor, ids: Tensor) -> Tensor:
 @on_gpu(fetch_experts)
 def launch(held, ids) -> Tensor:
     """`fetch_experts` by the kernel."""
-    from . import fetch_kernel  # needs Triton
+    from .kernels import fetch_kernel  # needs Triton
 
     out = room_for(held, ids.device)
     fetch_kernel.fetch(held, ids, out)

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import httpx
 import torch
 from huggingface_hub import HfApi, get_token
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
@@ -22,6 +21,7 @@ from transformers import PreTrainedModel
 
 from ..drafters.checkpoints.files import load_pickled
 
+HTTP_ERROR = HfHubHTTPError.__bases__[0]  # without a connection: httpx's, or httpx2's from huggingface_hub 2 on
 STATE = "training.pt"
 """File of the state."""
 TEXTS = "continuations.pt"
@@ -230,7 +230,7 @@ class Repository:
             api.create_repo(self.name, private=self.private, exist_ok=True)
             api.auth_check(self.name, write=True)
             is_private = api.repo_info(self.name).private
-        except (httpx.HTTPError, OSError) as error:
+        except (HTTP_ERROR, OSError) as error:
             raise self._explained(error) from error
         if self.private and not is_private:  # guard: private-heads
             raise ValueError(
@@ -246,7 +246,7 @@ class Repository:
             commit = self._api().upload_folder(
                 repo_id=self.name, folder_path=folder, commit_message=message, allow_patterns=SENT
             )
-        except (httpx.HTTPError, OSError) as error:
+        except (HTTP_ERROR, OSError) as error:
             explained = self._explained(error)
             raise type(explained)(f"{explained}. {folder} has the head; the same command sends it again") from error
         return str(commit.repo_url)

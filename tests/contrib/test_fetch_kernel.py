@@ -20,7 +20,7 @@ from spec_compile.graph import calls
 from spec_compile.kernels import experts
 from spec_compile.kernels.experts import ExpertFormat
 
-fetch_kernel = pytest.importorskip("spec_compile.contrib.fetch_kernel", exc_type=ImportError)
+fetch_kernel = pytest.importorskip("spec_compile.contrib.kernels.fetch_kernel", exc_type=ImportError)
 MIXTURES = ["qwen3_moe", "mixtral", "gpt_oss"]
 
 

@@ -8,6 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from huggingface_hub import constants
+from huggingface_hub.errors import HfHubHTTPError
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -29,6 +31,7 @@ from spec_compile.contrib.terminal.streamed import (
 )
 
 CODER = Path(__file__).parents[2] / "examples" / "tiny_coder"
+HTTP_ERROR = HfHubHTTPError.__bases__[0]
 PROMPT = demo.PROMPT + demo.COMPLETION
 
 
@@ -224,6 +227,44 @@ def test_errors_of_the_hub_and_of_refused_models_are_one_line(error, place, monk
     monkeypatch.setattr(cli, place, refuse)
     assert main(["demo", "--model", str(CODER), "--device", "cpu"]) == 2
     assert capsys.readouterr().err.splitlines()[-1].endswith(" ".join(str(error).split()))
+
+
+@pytest.mark.parametrize(
+    ("answer", "is_offline"),
+    [
+        (HTTP_ERROR("no route"), True),
+        (HfHubHTTPError("404", response=SimpleNamespace(headers={}, status_code=404, request=None)), False),
+        (None, False),
+    ],
+)
+def test_a_hub_out_of_reach_is_asked_once(answer, is_offline, monkeypatch):
+    """Afterwards only the cache is looked into. A local folder is not asked for, and neither is what is no name."""
+    asked = []
+
+    def info(name, timeout):
+        asked.append(name)
+        if answer is not None:
+            raise answer
+
+    monkeypatch.setattr(cli.huggingface_hub, "model_info", info)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    cli.ask_hub(str(CODER))
+    assert asked == []
+    cli.ask_hub("user/model")
+    assert asked == ["user/model"] and constants.HF_HUB_OFFLINE == is_offline
+
+
+@pytest.mark.parametrize("arguments", [["demo", "--model", "user/model"], ["chat", "user/model"]])
+def test_a_hub_out_of_reach_is_one_line(arguments, monkeypatch, tmp_path, capsys):
+    def fail(*arguments, **options):
+        raise HTTP_ERROR("no route")
+
+    monkeypatch.setattr(cli.huggingface_hub, "model_info", fail)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    assert main([*arguments, "--device", "cpu"]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert "user/model cannot be loaded: We couldn't connect to" in line
 
 
 # Conversations.

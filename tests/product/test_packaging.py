@@ -83,6 +83,16 @@ def test_all_that_is_imported_is_declared():
     assert {name for _, name in imports("spec_compile", everywhere=True)} >= {"safetensors", "huggingface-hub"}
 
 
+HIDDEN = "triton httpx fastapi uvicorn starlette prometheus_client ray xgrammar gguf flashinfer torchvision PIL peft"
+"""Packages that only extras name, and Triton, which torch's builds for a CPU lack."""
+
+
+def test_the_package_and_its_commands_start_without_extras():
+    script = f"import sys; sys.modules.update(dict.fromkeys({HIDDEN.split()})); import spec_compile.__main__"
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 def test_nothing_is_declared_in_vain():
     used = {name for folder in ("spec_compile", "examples") for _, name in imports(folder, everywhere=True)}
     assert names(PROJECT["dependencies"]) <= used

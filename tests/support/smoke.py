@@ -30,7 +30,7 @@ def main(folder: str) -> None:
     assert demo_model().parent == PACKAGE, demo_model()
     assert command(["demo", "--new-tokens", "16", "--device", "cpu"]) == 0
     try:
-        spec_compile.speculate(model)
+        spec_compile.speculate(model, compile=True)
     except ValueError as error:
         assert "C++ compiler" in str(error) and "compile=False" in str(error), error
         print(f"compile=True: {error}")

@@ -3,7 +3,6 @@
 import shutil
 import sys
 
-import httpx
 import models
 import pytest
 import torch
@@ -17,6 +16,8 @@ from spec_compile.capture.changes import KEPT
 from spec_compile.train import save as hub
 
 NAME = "user/head"
+httpx = sys.modules[hub.HTTP_ERROR.__module__.partition(".")[0]]
+"""The package by which the hub is asked: httpx, or httpx2."""
 
 
 class Hub:

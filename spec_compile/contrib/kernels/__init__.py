@@ -1,0 +1,1 @@
+"""Triton kernels. The modules that launch them import them then, because the package runs without Triton."""
