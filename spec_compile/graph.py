@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.fx._lazy_graph_module import _LazyGraphModule
 
 LAYER = re.compile(r"\.(?:layers|h|blocks?|decoder_layers)\.(\d+)(?:\.|$)")
 """The number of a decoder layer in the path of a module."""
@@ -164,10 +163,11 @@ class ModelGraph:
         return sum(math.prod(shape) * (dtype or self.dtype).itemsize for shape, dtype in parts)
 
     def copy(self) -> "ModelGraph":
-        """A copy that passes may rewrite, with the same parameters. Its first call makes its Python code."""
+        """A copy that passes may rewrite, with the same parameters."""
         graph = fx.Graph()
-        graph.output(graph.graph_copy(self.gm.graph, {}, return_output_node=True)[0])
-        return ModelGraph(**{**self.__dict__, "gm": _LazyGraphModule(self.gm, graph), "log": list(self.log)})
+        output = graph.graph_copy(self.gm.graph, {}, return_output_node=True)
+        graph.output(output[0])
+        return ModelGraph(**{**self.__dict__, "gm": fx.GraphModule(self.gm, graph), "log": list(self.log)})
 
 
 def calls(gm: fx.GraphModule, target=None) -> list[fx.Node]:
