@@ -12,6 +12,7 @@ import tiny_models
 import torch
 from offloaded import CPU, WAYS, answers, answers_on, mapped_file
 from places import places
+from sweeps import thinned
 
 from spec_compile import passes, speculate
 from spec_compile.capture.trace import capture
@@ -24,8 +25,7 @@ fetch_kernel = pytest.importorskip("spec_compile.contrib.kernels.fetch_kernel", 
 MIXTURES = ["qwen3_moe", "mixtral", "gpt_oss"]
 
 
-@pytest.mark.parametrize("way", ["all in memory", "all on disk"])
-@pytest.mark.parametrize("name", MIXTURES)
+@pytest.mark.parametrize("name, way", thinned(2, MIXTURES, ["all in memory", "all on disk"]))
 def test_mixtures(name, way, tmp_path):
     want = answers(models.ADMITTED[name]())
     net = WAYS[way](models.ADMITTED[name](), tmp_path)

@@ -193,6 +193,7 @@ def test_trees_are_the_best_of_all_paths(load, name):
         assert all(parent < node for node, parent in enumerate(parents[row].tolist()))
 
 
+@pytest.mark.sweep(2)
 @ALL
 def test_drawn_drafts_come_from_the_formulas(load, name):
     """What each token was drawn from, which verification divides by."""

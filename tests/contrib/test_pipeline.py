@@ -47,6 +47,7 @@ WAYS = {
 }
 
 
+@pytest.mark.sweep(["the head tied", "three devices", "there and back", "windows"])
 @pytest.mark.parametrize("way", WAYS)
 def test_tokens(way):
     """The tokens of a model on one device, whose logits the check compares with the copy's own forward."""

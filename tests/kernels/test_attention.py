@@ -139,7 +139,7 @@ def test_slopes(place, nodes, options, slopes):
     case.check(SMALL)
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("by_query", [False, True])
 @pytest.mark.parametrize("distances", [2, 9, 129])
 @pytest.mark.parametrize(

@@ -182,8 +182,8 @@ def generated(model, new=PLACES, **options):
 
 
 def samples(fast, rows, **options):
-    """[2, rows, PLACES] after both prompts, a thousand rows at a time."""
-    parts = [generated(fast, num_return_sequences=1000, **options).view(2, 1000, PLACES) for _ in range(rows // 1000)]
+    """[2, rows, PLACES] after both prompts, 250 rows at a time, because states of many take memory and so time."""
+    parts = [generated(fast, num_return_sequences=250, **options).view(2, 250, PLACES) for _ in range(rows // 250)]
     return torch.cat(parts, dim=1)
 
 
