@@ -66,16 +66,18 @@ def speed(figures: dict | None) -> str:
 
 @shown
 def peers(results: Results) -> str:
-    """A row for each model, engine and way of drafting, a column for each set: accept length and tokens a second."""
+    """A row for each model, engine and way of drafting, a column for each set: accept length and tokens a second.
+    The last one counts the answers of all sets that equal the engine's plain steps."""
     names, every = engine_rows(results, "peers")
     rows = []
     for row in map(results.seen, every):
         found = by_title(row)
-        cells = [row["refused"], *[""] * (len(names) - 1)] if "refused" in row else [
-            speed(found.get(name)) for name in names
+        same, of = (sum(figures.get(key, 0) for figures in found.values()) for key in ("same", "of"))
+        cells = [row["refused"], *[""] * len(names)] if "refused" in row else [
+            *(speed(found.get(name)) for name in names), f"{same} of {of}" if of else ""
         ]  # fmt: skip
         rows.append((model_name(row), row["drafts"], f"{row['engine']} {row.get('version', '')}".strip(), *cells))
-    return table(("model", "drafts", "engine", *names), rows)
+    return table(("model", "drafts", "engine", *names, "equal to plain"), rows)
 
 
 LLAMA_CPP = {None: "BF16", "int8": "Q8_0", "int4": "Q4_0"}

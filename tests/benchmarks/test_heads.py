@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks import common
-from benchmarks.training import chats, heads, hold_out
+from benchmarks.training import card, chats, heads, hold_out
 from spec_compile import train_draft
 
 
@@ -91,3 +91,30 @@ def test_a_model_writes_both_sides_of_a_chat(monkeypatch):
     tokenizer.chat_template = None
     texts = [dict(prompt=turns[0], completion="yes"), dict(prompt=turns[1], completion=tokenizer.decode([7]))]
     assert list(writer.answers(turns)) == texts
+
+
+def test_a_card_has_what_was_measured(tmp_path):
+    head, peers, serving = (tmp_path / name for name in ("head", "peers.json", "serving.json"))
+    head.mkdir()
+    (head / "README.md").write_text("# a draft\n\nThe model's name is in no result.\n")
+    stamp = {"commit": "abc", "date": "2026-01-02", "cpu": "a CPU", "threads": 2, "torch": "1", "transformers": "2"}
+    shared = {"model": "m", "engine": "ours", "stamp": stamp}
+    plain, ours = ({"accept_length": length, "tokens_per_second": 10 * length} for length in (1.0, 2.5))
+    rows = [
+        shared | {"drafts": "plain", "sets": {"maths": plain}},
+        shared | {"drafts": "EAGLE-3", "sets": {"maths": ours}},
+    ]
+    common.write_json(peers, {"rows": rows})
+    command = [str(head), "--model", "m", "--peers", str(peers), "--serving", str(serving)]
+    for _ in range(2):
+        card.main(command)
+    text = (head / "README.md").read_text()
+    assert text.count("## Measured") == 1 and "| maths | 2.50 | 10 | 25 |" in text and "in flight" not in text
+    flight = {"model": "m", "in_flight": 4, "tokens_per_step": 1.0, "stamp": stamp}
+    rows = [flight | {"system": "plain", "tokens_per_s": 100.0}, flight | {"system": "eagle3", "tokens_per_s": 150.0}]
+    common.write_json(serving, {"rows": rows})
+    card.main(command)
+    text = (head / "README.md").read_text()
+    assert "| 4 | 100 | 150 | 1.50× | 1.00 |" in text and text.startswith("# a draft") and "commit abc" in text
+    with pytest.raises(ValueError, match=r"--model: neither peers\.json nor serving\.json"):
+        card.main([str(head), "--model", "other", "--peers", str(peers), "--serving", str(serving)])
