@@ -287,7 +287,7 @@ class Speculation:
         def build() -> None:
             session = self.engine.session(batch_size)
             rounds = [(kind, nodes) for nodes in session.policies[StepKind.ROUND].sizes for kind in kinds]
-            session.make([*session.prompt_steps(), *rounds, *session.proposal_steps(MOST_LATE)])
+            session.make([*session.prompt_steps(), *rounds, *session.proposal_steps(MOST_LATE)], is_ahead=True)
 
         with self.engine.turns, torch.inference_mode(False), torch.no_grad(), self.engine.reporting(progress):
             build_compiled(self.engine.runtime, build)

@@ -196,7 +196,7 @@ class Scheduler:
                 session = self.prefill.session(width)
                 session.make([*session.prompt_steps(), *session.proposal_steps()])
             for width in self.decoder.widths:
-                self.decoder.session(width).make(self.decoder.steps(width, self.prefill))
+                self.decoder.session(width).make(self.decoder.steps(width, self.prefill), is_ahead=True)
 
         build_compiled(self._runtime, build)
 

@@ -6,7 +6,7 @@ from functools import partial
 from itertools import accumulate
 from typing import Any
 
-from .draft_record import ALL, ALLOWED, SHARE, DraftRecord, Group, Hindsight, TreeOutcome, by_group
+from .draft_record import ALL, ALLOWED, ANY, SHARE, DraftRecord, Group, Hindsight, TreeOutcome, by_group
 
 LEARN = 0.15  # weight of the newest round in the running means
 COMMON = 0.75  # share of a change in one size's duration that the others probably share (longer texts, other processes)
@@ -42,9 +42,7 @@ class RoundCosts:
         rows: with a knee of 256, and 2 s for 16 nodes of one sequence, 4 nodes take 2 * 260 / 272 = 1.9 s."""
         known = sorted(self.measured)
         place = bisect_left(known, nodes)
-        if nodes in self.measured:
-            seconds = self.measured[nodes]
-        elif 0 < place < len(known):
+        if 0 < place < len(known):
             below, above = known[place - 1 : place + 1]
             slope = (self.measured[above] - self.measured[below]) / (above - below)
             seconds = self.measured[below] + slope * (nodes - below)
@@ -153,6 +151,8 @@ class VaryingTreeBudget(DraftBudget):
             groups, rows = [group for group, count in zip(groups, counts) if count > 1], len(counts)
         if not self.adaptive:
             return sizes[-1]
+        if self.hindsight is not None and not self._seen:
+            sizes = sizes[:2]  # the first tree of all may fail, and few nodes of it lose little
         gains, costs = [self._expected(group) for group in groups], [self.costs.expected(n) for n in sizes]
         if costs_ascend:
             costs = [*accumulate(reversed(costs), min)][::-1]
@@ -291,9 +291,8 @@ class WholeTreeBudget(DraftBudget):
         self._pending = self._next_nodes(nodes)
         if not trees:  # no row takes drafts
             return
-        adapters = {tree.group.adapter: list[int]() for tree in trees}
-        for tree in trees:
-            adapters[tree.group.adapter].append(len(tree.path))
+        groups = [(group.adapter, own) for group, own in by_group(trees).items() if group.confidence == ANY]
+        adapters = {adapter: [len(tree.path) for tree in own] for adapter, own in groups}
         if nodes == 1:
             record.fade(adapters)
         else:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ..cache import PAGE, ROUNDED, Cache
 from ..compile.replay import Captured, CaptureError, OutcomeRing
+from ..compile.start import timed
 from ..drafting import Drafter, caches, use_pages
 from ..kernels.attention import BACKENDS
 from ..kernels.ops import places
@@ -258,16 +259,21 @@ class Session:
             self.make([(kind, nodes)])
         return self.made[kind, nodes]
 
-    def make(self, steps: Iterable[tuple[Kind, int]]) -> None:
-        """Make several steps, as `get` takes them, unless they are made. Their kernels compile side by side."""
+    def make(self, steps: Iterable[tuple[Kind, int]], is_ahead: bool = False) -> None:
+        """Make several steps, as `get` takes them, unless they are made. Their kernels compile side by side.
+
+        is_ahead: no call waits, so that rounds are measured even if they run without being compiled first.
+        """
         new = [step for step in dict.fromkeys(steps) if step not in self.made]
-        if not self._only_asks:
-            self._compile_kernels(new)
-        for step in new:
-            if self._only_asks:
+        if self._only_asks:
+            for step in new:
                 self._function(*step)
-            else:
-                self.made[step] = self._make(*step)
+            return
+        self._compile_kernels(new)
+        self.made.update((step, self._make(*step)) for step in new)
+        if is_ahead or self.captures or (self.runtime.options.compile and self.runtime.cold_start is None):
+            for kind in self.policies:
+                self._measure(kind)
         drawn = [step for step in self.made if isinstance(getattr(step[0], "round", step[0]), DrawInRound)]
         for old in drawn[:-SAMPLERS]:
             del self.made[old]
@@ -357,14 +363,12 @@ class Session:
         captured = [step for step in steps if self._is_captured(*step)]
         if not captured:
             return
-        begin = time.perf_counter()
         self.runtime.say(f"compiling kernels of {', '.join(kind.value for kind, _ in captured)}")
-        with torch.no_grad(), self.runtime.ranks_apart(), self._untouched(*(kind for kind, _ in captured)):
+        with self._untouched(*(kind for kind, _ in captured)):
             compile_together(*(partial(self._function(*step), *self._arguments(*step)) for step in captured))
-        self.runtime.stats.seconds["compile"] += time.perf_counter() - begin
 
     def _make(self, kind: Kind, nodes: int) -> Callable:
-        """Make, try, capture and measure a step, without a trace."""
+        """Make, try and capture a step, and measure it unless it is a round of a policy, without a trace."""
         runtime, captures = self.runtime, self._is_captured(kind, nodes)
         if not (captures or isinstance(kind, DrawInRound)) and (
             runtime.cold_start is not None or not runtime.options.compile
@@ -373,7 +377,7 @@ class Session:
         name = f"{kind.value}_b{self.batch}" + (f"_n{nodes}" if nodes else "")
         runtime.say(f"compiling {name}")
         begin = time.perf_counter()
-        with torch.no_grad(), runtime.ranks_apart(), self._untouched(kind):
+        with self._untouched(kind):
             step, arguments = self._function(kind, nodes), self._arguments(kind, nodes)
             step(*arguments)
             if captures:
@@ -381,17 +385,13 @@ class Session:
             if isinstance(kind, DrawInRound):
                 seconds = min(self._seconds(step, arguments) for _ in range(TRIALS))
                 self.policies[StepKind.LOOK].costs.measured[nodes] = seconds
-            elif kind in self.policies:
-                self._measure(kind, {nodes: step})
             elif kind in SWITCH and captures and kind not in self._switch:
                 self._switch[kind] = min(self._seconds(step, arguments) for _ in range(TRIALS))
                 for policy in self.policies.values():
                     policy.costs.switch = sum(self._switch.values())
             elif kind is StepKind.PREFILL and captures:
                 self.prefill_seconds[nodes] = min(self._seconds(step, arguments) for _ in range(TRIALS))
-        seconds = time.perf_counter() - begin
-        runtime.stats.seconds["compile"] += seconds
-        runtime.say(f"compiled {name} in {seconds:.1f} s")
+        runtime.say(f"compiled {name} in {time.perf_counter() - begin:.1f} s")
         return step
 
     def _capture(self, step: Callable, arguments: tuple) -> Captured:
@@ -465,15 +465,16 @@ class Session:
             return self._compiled.accepted(self._compiled.round(nodes), nodes, ROUNDED)
         return (nodes or self.prefill_sizes[-1], ROUNDED) if kind is StepKind.PREFILL else (ROUNDED,)
 
-    def _measure(self, kind: StepKind, new: dict[int, Callable]) -> None:
-        """Tell the policy the cost of rounds of every size, the `new` ones included. They run in turn, TRIALS times, so
-        that other processes slow all of them alike."""
-        steps = {nodes: step for (other, nodes), step in self.made.items() if other is kind} | new
-        times = [
-            {nodes: self._seconds(step, self._arguments(kind, nodes)) for nodes, step in steps.items()}
-            for _ in range(TRIALS)
-        ]
-        self.policies[kind].costs.measured.update({nodes: min(trial[nodes] for trial in times) for nodes in steps})
+    def _measure(self, kind: StepKind) -> None:
+        """Tell the policy the costs of rounds of every size that is made, if it lacks one. They run in turn, TRIALS
+        times, so that other processes slow all of them alike."""
+        steps = {nodes: step for (other, nodes), step in self.made.items() if other is kind}
+        measured = self.policies[kind].costs.measured
+        if steps.keys() <= measured.keys():
+            return
+        with self._untouched(kind):
+            times = [{n: self._seconds(step, (ROUNDED,)) for n, step in steps.items()} for _ in range(TRIALS)]
+        measured.update({nodes: min(trial[nodes] for trial in times) for nodes in steps})
 
     def _seconds(self, step: Callable, arguments: tuple) -> float:
         """The duration of a step that has run before, over different tokens: equal tokens would go to the same experts
@@ -490,10 +491,10 @@ class Session:
 
     @contextmanager
     def _untouched(self, *kinds: Kind) -> Iterator[None]:
-        """A context of steps of these kinds that leave no trace."""
-        prompts = {kind.piece.prompts for kind in kinds if isinstance(kind, MixedKind)}
-        with ExitStack() as stack:
+        """A context of steps of these kinds that leave no trace. Their time counts as time of compiling."""
+        seconds = self.runtime.stats.seconds
+        with timed(seconds, "compile"), torch.no_grad(), self.runtime.ranks_apart(), ExitStack() as stack:
             stack.enter_context(untouched(self.state, self.drafter, self.ring))
-            for each in prompts:
+            for each in {kind.piece.prompts for kind in kinds if isinstance(kind, MixedKind)}:
                 stack.enter_context(untouched(each.state, each.drafter))
             yield

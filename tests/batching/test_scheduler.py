@@ -100,6 +100,20 @@ def test_rows_of_any_number_share_what_is_compiled(monkeypatch):
     manager.destroy()
 
 
+def test_warmup_measures_the_rounds_of_all_widths():
+    """So the first requests do not try sizes whose costs are unknown. They have their answers as without it."""
+    model = models.ADMITTED["llama"]()
+    manager, run = stopped(speculate(model, compile=False, check=False), max_requests_per_batch=3)
+    manager.warmup()
+    decoder = manager.scheduler.decoder
+    policies = [decoder.session(width).policies[StepKind.ROUND] for width in decoder.widths]
+    assert len(policies) > 1 and all({*policy.costs.measured} == {*policy.sizes} for policy in policies)
+    prompt = [5, 6, 7, 5, 6]
+    manager.add_request(prompt, "one", max_new_tokens=12, eos_token_id=-1)
+    assert run()["one"].generated_tokens == generated(model, prompt, max_new_tokens=12, **NO_END)
+    manager.destroy()
+
+
 @pytest.mark.parametrize("name", ["ngram", "eagle3 tree"])
 def test_a_long_prompt_of_another_client_is_set_aside(name, monkeypatch):
     """Four prompts whose log-probabilities are told hold up another client's prompt for one turn of theirs, and have

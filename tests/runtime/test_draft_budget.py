@@ -11,7 +11,7 @@ import torch
 from spec_compile import speculate
 from spec_compile.runtime.draft_budget import KNEES, LEARN, RoundCosts, VaryingTreeBudget
 from spec_compile.runtime.draft_record import NO_TREE, Group, TreeOutcome
-from spec_compile.runtime.session import Session
+from spec_compile.runtime.session import Session, StepKind
 
 SIZES = (1, 4, 16)
 CPU = {1: 1.0, 4: 1.5, 16: 2.8}
@@ -176,7 +176,16 @@ def foreseeing(costs):
 @pytest.mark.parametrize("costs", [CPU, STEEP, FLAT])
 def test_with_hindsight_failing_drafts_cost_one_round(costs):
     trees = [(1 + number % 12, 0) for number in range(128)]  # a new confidence is no reason to try again
-    assert sum(costs[nodes] for nodes, _ in drive(foreseeing(costs), costs, trees)) <= 127 * costs[1] + costs[16]
+    assert sum(costs[nodes] for nodes, _ in drive(foreseeing(costs), costs, trees)) <= 127 * costs[1] + costs[4]
+
+
+def test_with_hindsight_few_nodes_are_tried_until_a_tree_is_known():
+    policy, whole = foreseeing(FLAT), measured(FLAT, False, hindsight=Foretold())
+    other = foreseeing(FLAT)
+    other.share(policy)
+    assert [each.choose(rows(1), [16]) for each in (policy, policy, other, whole)] == [4, 4, 4, 16]
+    policy.hindsight.known.append((1, chain(15)))
+    assert policy.choose(rows(1), [16]) == other.choose(rows(1), [16]) == 16
 
 
 @pytest.mark.parametrize("costs", [CPU, STEEP])
@@ -217,6 +226,20 @@ def test_costs_are_measured_over_tokens_that_differ():
         session._seconds(lambda: trees.append(session.state.tree_tokens.clone()), ())
         session.state.root()
     assert torch.equal(*trees) and trees[0].unique().numel() > models.VOCAB / 2
+
+
+@pytest.mark.parametrize("kinds", [(StepKind.ROUND,), (StepKind.ROUND, StepKind.LOOK)])
+def test_warmup_measures_rounds_that_run_without_being_compiled(kinds):
+    """A first call would go by the knee of other weights. A call itself does not wait for measurements."""
+    speculation = models.speculate_captured(models.ADMITTED["llama"](), compile=False).speculation
+    session = speculation.engine.session(2)
+    known = lambda: {kind: {*policy.costs.measured} for kind, policy in session.policies.items()}  # noqa: E731
+    session.make([(StepKind.ROUND, 1)])
+    assert not any(known().values())
+    before = [buffer.clone() for buffer in session.state.small_buffers()]
+    speculation.warmup(2, do_sample=len(kinds) > 1)
+    assert known() == {kind: {*SIZES} if kind in kinds else set() for kind in session.policies}
+    assert all(map(torch.equal, before, session.state.small_buffers()))
 
 
 @pytest.mark.parametrize(
