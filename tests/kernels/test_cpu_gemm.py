@@ -71,6 +71,32 @@ def test_sums_of_integers_are_exact(rows, level):
         assert torch.equal(got, (x.double() @ weight.double().T).float())
 
 
+@pytest.mark.parametrize("rounded", [int4, int8])
+def test_whole_activations_are_exact(rounded, level):
+    """In bfloat16, if no number of a row is below a 128th of its largest. A row with NaN or infinity becomes NaN."""
+    x = torch.randint(-127, 128, (9, 576)).bfloat16() * 2.0 ** torch.randint(-100, 100, (9, 1))
+    x[1], x[2, 5], x[3, 500] = 0, torch.nan, -torch.inf
+    weight = torch.randint(-8, 8, (40, 576)).float()
+    weight[:, ::64] = -8 if rounded is int4 else 127  # so that scales are 1
+    packed = rounded(weight)
+    layout, parts = quantised.for_kernel(packed.layout, [*packed.parts.values()], 576, True)
+    got = multiply(form_of(layout, torch.int32), x.bfloat16(), *parts, None, level)
+    want = (x.double() @ weight.double().T).bfloat16()
+    assert torch.equal(got[:2], want[:2]) and torch.equal(got[4:], want[4:]) and got[2:4].isnan().all()
+
+
+@pytest.mark.parametrize("rounded", [int4, int8])
+def test_small_activations_beside_a_large_one(rounded, level):
+    """Those of bfloat16 are rounded by at most a 32,768th of the largest."""
+    x, packed = torch.randn(7, 640).bfloat16(), rounded(torch.randn(72, 640))
+    x[:, 100] *= 1000
+    layout, parts = quantised.for_kernel(packed.layout, [*packed.parts.values()], 640, True)
+    got, weight = multiply(form_of(layout, torch.int32), x, *parts, None, level).double(), packed.weight().double()
+    want, largest = x.double() @ weight.T, x.double().abs().amax(1, keepdim=True)
+    bound = 2**-8 * want.abs() + 2**-15 * largest * weight.abs().sum(1)
+    assert ((got - want).abs() <= bound).all()
+
+
 @pytest.mark.parametrize("group", [32, 64, 128])
 def test_groups_that_end_within_a_block(group, level):
     """Of scales in every dtype, those of float32 with a table."""

@@ -53,7 +53,8 @@ constexpr int64_t kShare = 32;  // outputs that a thread takes at a time: of a p
 // Multiply at a level, of which the first is 1.
 void multiply(Product p, int level, unsigned threads) {
     static thread_local std::vector<uint8_t> rows;
-    static thread_local std::vector<float> scales, segment_sums;
+    static thread_local std::vector<float> scales;
+    static thread_local std::vector<Segment> segments;
     static thread_local std::vector<int32_t> sums;
     const Level& kernels = *kLevels[level - 1];
     const bool is_prepared = kernels.is_prepared(p);
@@ -71,10 +72,10 @@ void multiply(Product p, int level, unsigned threads) {
         sums.resize(p.rows);
         p.row_sums = sums.data();
     }
-    if (p.has_sums()) {
+    if (p.in_blocks()) {
         p.segments = (p.inputs + 31) / 8;  // at least as many as there are
-        segment_sums.resize(p.rows * p.segments);
-        p.x_sums = segment_sums.data();
+        segments.resize(p.rows * p.segments);
+        p.x_segments = segments.data();
     }
     if (!is_prepared) for_parts(p.rows, p.rows >= 8 ? threads : 1, [&](int64_t row) { kernels.prepare(p, row); });
     const Kernel kernel = kernels.kernel_of(p);
@@ -180,6 +181,8 @@ Product product_of(uintptr_t w, uintptr_t scales, uintptr_t bias, int64_t inputs
     p.rounding = Rounding(rounding), p.scaled_first = scaled_first, p.constant = constant;
     p.table = pointer<const float>(table), p.group = group, p.second = Second(second), p.rounds = Number(rounds);
     check(p, columns, scale_rows, scale_columns, bias_count);
+    p.whole = p.in_blocks();
+    for (int code = 0; code < 16 && p.weights == Weights::blocks4; code++) p.whole &= p.table[code] == code - 8;
     return p;
 }
 

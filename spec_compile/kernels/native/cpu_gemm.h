@@ -16,6 +16,13 @@ enum class Second : int { none, point, minimum };
 constexpr int64_t kBlock = 128;  // inputs, and outputs, of a scale of `fp8_blocks`
 constexpr int64_t kChunk = 64;   // rows whose sums are kept at once
 
+// A segment of a prepared row, see cpu_gemm_blocks.h: its sum; and of whole numbers, by what they are multiplied, and
+// with what a sum of products begins.
+struct Segment {
+    float sum, scale;
+    int32_t first;
+};
+
 struct Product {
     const void* x;        // [rows, inputs] of `dtype`
     const uint8_t* w;     // [outputs, row_bytes]
@@ -38,8 +45,9 @@ struct Product {
     float* row_scales;  // of x that is rounded by rows
     int32_t* row_sums;  // the same codes' sums
     int64_t x_stride;  // from one prepared row to the next
-    float* x_sums;     // [rows, segments] of prepared rows, or null; see cpu_gemm_blocks.h
+    Segment* x_segments;  // [rows, segments]
     int64_t segments;
+    bool whole;  // codes stand for whole numbers: in 8 bits, or in 4 bits if `table` is -8, -7 and so on
 
     // Inputs of a prepared row, in whole vectors. Weights beyond the inputs are zeros, or are multiplied by zeros.
     int64_t padded() const { return (inputs + 63) / 64 * 64; }

@@ -59,16 +59,12 @@ template <bool kRounded> INLINE void units_at(const Product& p, const BlockPart&
     for (int64_t i = 0; i < part.count; i++) units.seconds[i] = -units.seconds[i] * units.scales[i];
 }
 
-// Sums of segments of a prepared row, [segments] floats.
-template <class Element> KERNEL void sum_segments(const Product& p, const Element* x, float* sums) {
+KERNEL void sum_segments(const Product& p, const float* x, Segment* segments) {
     const int64_t segment = segment_of(p);
     for (int64_t k = 0; k < stored_inputs(p); k += segment) {
         float sum = 0.f;
-        for (int64_t i = k; i < std::min(k + segment, p.inputs); i++) {
-            if constexpr (sizeof(Element) == 2) sum += float_of(uint16_t(x[i]));
-            else sum += float(x[i]);
-        }
-        *sums++ = sum;
+        for (int64_t i = k; i < std::min(k + segment, p.inputs); i++) sum += x[i];
+        segments++->sum = sum;
     }
 }
 
@@ -164,14 +160,14 @@ INLINE void add_segment(const float* sums, const float* scales, const float* sec
     }
 }
 
-// Add the sums [rows, step] of a segment to those that are kept. of_x: null, or the sums of the rows of x.
+// Add the sums [rows, step] of a segment to those that are kept. of_x: the segments of the rows of x.
 template <bool kRounded>
-INLINE void add_rows(const Product& p, const Units& units, int64_t first, const float* of_x, const float* sums,
+INLINE void add_rows(const Product& p, const Units& units, int64_t first, const Segment* of_x, const float* sums,
                      int64_t step, int64_t rows, float* kept) {
     const float* const scales = kRounded ? nullptr : units.scales + first;
-    const float* const seconds = of_x && !kRounded ? units.seconds + first : nullptr;
+    const float* const seconds = p.has_sums() && !kRounded ? units.seconds + first : nullptr;
     for (int64_t r = 0; r < rows; r++)
-        add_segment(sums + r * step, scales, seconds, seconds ? of_x[r * p.segments] : 0.f,
+        add_segment(sums + r * step, scales, seconds, seconds ? of_x[r * p.segments].sum : 0.f,
                     std::min(step, kBlockOutputs - first), kept + r * kBlockOutputs + first);
 }
 
@@ -230,7 +226,7 @@ APART void rows_of_part(const Product& p, const BlockPart& part, int64_t row, in
             if (!M) numbers_of_block<kBits, kRounded>(p, part, units, first, k, count, panel);
             for (int64_t m = 0; m < rows; m += kRows) {
                 const float* const x = prepared + m * p.x_stride + k;
-                const float* const of_x = p.x_sums ? p.x_sums + (row + m) * p.segments + k / segment : nullptr;
+                const Segment* const of_x = p.x_segments + (row + m) * p.segments + k / segment;
                 const int64_t some = M ? M : std::min(kRows, rows - m);
                 float sums[kRows * kWidth];
                 if constexpr (M) multiply_codes<kBits, kRounded, M>(p, part, units, first, x, k, count, sums);

@@ -17,8 +17,8 @@ namespace {
 #include "cpu_gemm_blocks.h"
 #if LEVEL == 4
 #include "cpu_gemm_strips.h"
-#include "cpu_gemm_pair_blocks.h"
 #endif
+#include "cpu_gemm_pair_blocks.h"
 #include "cpu_gemm_tiles.h"
 #if LEVEL != 4
 #include "cpu_gemm_around.h"

@@ -1,195 +1,148 @@
-// cpu_gemm_blocks.h by instructions for pairs of bfloat16.
+// cpu_gemm_blocks.h for rows of bfloat16 and codes that stand for whole numbers, by instructions for pairs of 16 bits.
 //
-// Codes are decoded in registers, again for each tile of rows. With many rows a segment of 8 bits is decoded once, into
-// the first-level cache; 4 bits are decoded as fast as that is read.
+// A segment of a row is rounded to multiples of a power of two, so that its largest number is 16,384 to 32,640 of them.
+// Numbers of at least a 128th of the largest stay as they are. Sums of a segment are exact. Codes are decoded in registers,
+// for each tile of rows again.
 
-constexpr int kPairRows = 6;  // of a tile: 24 of the 32 registers are sums
-constexpr int64_t kManyRows = 24;
+constexpr int kPairRows = kLanes == 16 ? 6 : 4;  // of a tile: 24 of 32 registers, or 8 of 16, are sums
+constexpr int vectors_of(int rows) { return kLanes == 16 ? 4 : rows == 1 ? 8 : rows == 2 ? 4 : 2; }  // of a tile
 
-// How words are decoded, each into kSteps pairs of inputs: `pair` makes one of them, `pairs` makes both.
+// How words are decoded, each into kSteps pairs of inputs.
 
-struct FourBits {
+struct FourBits {  // codes are too large by 8, see `prepare_pairs`
     static constexpr int kSteps = 4;
-    __m512i table;
-
-    KERNEL explicit FourBits(const Product& p) {
-        alignas(64) uint16_t numbers[32];  // twice, because the index is five bits long
-        for (int code = 0; code < 32; code++) numbers[code] = bfloat16_of(p.table[code % 16]);
-        table = _mm512_load_si512(numbers);
-    }
-    INLINE __m512i pair(__m512i words, int j) const {
-        return _mm512_permutexvar_epi16(j ? _mm512_srli_epi32(words, 4 * j) : words, table);
+    static INLINE Packed pair(Packed words, int j) {
+        return j == 3 ? VECTOR(srli_epi16)(words, 12) : (Packed)((Words)words >> (4 * j) & 0x000F000Fu);
     }
 };
 
-struct EightBits {
+struct EightBits {  // bytes 0 and 2 are a pair, and 1 and 3
     static constexpr int kSteps = 2;
-    ByteDecoder<false> bytes;
-    __m512i order;
-
-    KERNEL explicit EightBits(const Product&) {
-        order = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15));
+    static INLINE Packed pair(Packed words, int j) {
+        return VECTOR(srai_epi16)(j ? words : VECTOR(slli_epi16)(words, 8), 8);
     }
-    INLINE void pairs(__m512i words, __m512i* out) const { bytes.pairs(_mm512_shuffle_epi8(words, order), out); }
 };
 
-// Words that are pairs, by `decode_segment`.
-struct Decoded {
-    static constexpr int kSteps = 1;
-    INLINE __m512i pair(__m512i words, int) const { return words; }
-};
+// A row of whole numbers, and its segments.
+KERNEL void prepare_pairs(const Product& p, int64_t row, int16_t* out) {
+    const uint16_t* x = static_cast<const uint16_t*>(p.x) + row * p.inputs;
+    const int64_t segment = segment_of(p), stored = stored_inputs(p);
+    Segment* made = p.x_segments + row * p.segments;
+    std::memset(out + p.inputs, 0, (p.padded() - p.inputs) * sizeof *out);
+    for (int64_t k = 0; k < stored; k += segment) {
+        const int64_t end = std::min(k + segment, p.inputs);
+        int largest = 0, total = 0;
+        for (int64_t i = k; i < end; i++) largest = std::max(largest, x[i] & 0x7FFF);
+        const int exponent = std::clamp(largest >> 7, 15, 254);  // in the bits of a number: those of the scale are 1
+        const float scale = float_of_bits(largest < 0x7F80 ? uint32_t(exponent - 14) << 23 : 0x7FC00000u);
+        const float inverse = float_of_bits(uint32_t(268 - exponent) << 23), magic = 0x1.8p23f;
+        for (int64_t i = k; i < end; i++) {
+            out[i] = int16_t(bits_of(float_of(x[i]) * inverse + magic));
+            total += out[i];
+        }
+        *made++ = {float(total) * scale, scale, p.weights == Weights::blocks4 ? -8 * total : 0};
+    }
+    for (int64_t k = 0; k < p.padded() && p.weights == Weights::blocks8; k += 4) std::swap(out[k + 1], out[k + 2]);
+}
 
 // Words of a segment, and rows of x that are multiplied by them.
 struct BlockTile {
     const uint8_t* words;
     const int32_t* x;
-    int64_t column, x_stride, columns;  // bytes from a column of words to the next; their number
-    __m512* kept;                       // [rows, kStrips]
-    const float *scales, *seconds;      // [kStrips * kStrip]; seconds may be null
-    const float* of_x;                  // of each row, `sums_stride` apart: sums of the segment
-    int64_t sums_stride;
-    __mmask16 lanes[kStrips];
+    int64_t column, x_stride, columns, count;  // bytes from a column of words to the next; their number; outputs
+    float* kept;                               // [rows, kBlockOutputs]
+    const float *scales, *seconds;             // [kBlockOutputs]; seconds may be null
+    const Segment* of_x;                       // of each row, `segments` apart
+    int64_t segments;
 };
 
-// Vector i of words. With V = kStrips vectors the block is whole.
-template <int V> INLINE __m512i words_at(const BlockTile& t, const uint8_t* words, int i) {
-    const uint8_t* const at = words + 64 * i;
-    return V == kStrips ? _mm512_loadu_si512(at) : _mm512_maskz_loadu_epi32(t.lanes[i], at);
-}
-
-template <int M, int V> INLINE void add_segments(const BlockTile& t, const __m512 (&sums)[M][V]) {
-#pragma GCC unroll 4
+template <int M, int V> INLINE void add_segments(const BlockTile& t, const Ints (&sums)[M][V]) {
+#pragma GCC unroll 8
     for (int i = 0; i < V; i++) {
-        const __m512 scales = _mm512_load_ps(t.scales + kStrip * i);
+        const Floats scales = load(t.scales + kLanes * i);
 #pragma GCC unroll 6
         for (int m = 0; m < M; m++) {
-            __m512 kept = _mm512_fmadd_ps(sums[m][i], scales, t.kept[m * kStrips + i]);
-            if (t.seconds)
-                kept = _mm512_fmadd_ps(_mm512_load_ps(t.seconds + kStrip * i),
-                                       _mm512_set1_ps(t.of_x[m * t.sums_stride]), kept);
-            t.kept[m * kStrips + i] = kept;
+            const Segment& of_x = t.of_x[m * t.segments];
+            float* const kept = t.kept + m * kBlockOutputs + kLanes * i;
+            const Floats sum = __builtin_convertvector(sums[m][i], Floats);
+            Floats all = fma(times(sum, spread(of_x.scale)), scales, load(kept));
+            if (t.seconds) all = fma(load(t.seconds + kLanes * i), spread(of_x.sum), all);
+            put(kept, all);
         }
     }
 }
 
-template <class W, int V, int M> KERNEL void multiply_block(const BlockTile& t, const W& decoder) {
-    __m512 sums[M][V];
+// kWhole: no vector ends beyond the outputs.
+template <class W, int V, int M, bool kWhole> INLINE void multiply_block(const BlockTile& t) {
+    Ints sums[M][V];
 #pragma GCC unroll 6
     for (int m = 0; m < M; m++)
-#pragma GCC unroll 4
-        for (int i = 0; i < V; i++) sums[m][i] = _mm512_setzero_ps();
+#pragma GCC unroll 8
+        for (int i = 0; i < V; i++) sums[m][i] = spread(t.of_x[m * t.segments].first);
     const uint8_t* words = t.words;
     const int32_t* x = t.x;
-    const int64_t column = t.column, x_stride = t.x_stride;
+    const int64_t column = t.column, x_stride = t.x_stride, count = t.count;
     for (int64_t c = t.columns; c > 0; c--, words += column, x += W::kSteps) {
-        __m512i codes[V], numbers[V];
-#pragma GCC unroll 4
+        Packed codes[V], numbers[V];
+#pragma GCC unroll 8
         for (int i = 0; i < V; i++) {
-            if (W::kSteps > 1) __builtin_prefetch(words + 64 * i + kStreamAhead);
-            codes[i] = words_at<V>(t, words, i);
+            const uint8_t* const at = words + 4 * kLanes * i;
+            __builtin_prefetch(at + kStreamAhead);
+            codes[i] = kWhole ? vector_at<Packed>(at) : (Packed)some_ints(at, count - kLanes * i);
         }
-        if constexpr (W::kSteps != 2) {
 #pragma GCC unroll 4
-            for (int j = 0; j < W::kSteps; j++) {
-#pragma GCC unroll 4
-                for (int i = 0; i < V; i++) numbers[i] = decoder.pair(codes[i], j);
+        for (int j = 0; j < W::kSteps; j++) {
+#pragma GCC unroll 8
+            for (int i = 0; i < V; i++) numbers[i] = W::pair(codes[i], j);
 #pragma GCC unroll 6
-                for (int m = 0; m < M; m++) {
-                    const __m512i values = _mm512_set1_epi32(x[m * x_stride + j]);
-#pragma GCC unroll 4
-                    for (int i = 0; i < V; i++) sums[m][i] = Pairs::add(sums[m][i], numbers[i], values);
-                }
-            }
-        } else {
-#pragma GCC unroll 4
-            for (int i = 0; i < V; i++) {
-                __m512i both[2];
-                decoder.pairs(codes[i], both);
-#pragma GCC unroll 6
-                for (int m = 0; m < M; m++) {
-                    sums[m][i] = Pairs::add(sums[m][i], both[0], _mm512_set1_epi32(x[m * x_stride]));
-                    sums[m][i] = Pairs::add(sums[m][i], both[1], _mm512_set1_epi32(x[m * x_stride + 1]));
-                }
+            for (int m = 0; m < M; m++) {
+                const Packed values = (Packed)spread(x[m * x_stride + j]);
+#pragma GCC unroll 8
+                for (int i = 0; i < V; i++) sums[m][i] = IntSums::add(sums[m][i], numbers[i], values);
             }
         }
     }
-    add_segments<M, V>(t, sums);
+    add_segments(t, sums);
 }
 
-template <class W, int V> KERNEL void multiply_block(const BlockTile& t, const W& decoder, int64_t rows) {
-    WITH_ROWS(rows, multiply_block<W, V, M>(t, decoder))
-}
-
-// The numbers of a segment of 8 bits: V vectors for each pair of inputs.
-template <int V> KERNEL void decode_segment(const BlockTile& t, const EightBits& decoder, __m512i* out) {
-    const uint8_t* words = t.words;
-    for (int64_t c = t.columns; c > 0; c--, words += t.column, out += 2 * V)
-#pragma GCC unroll 4
-        for (int i = 0; i < V; i++) {
-            __builtin_prefetch(words + 64 * i + kStreamAhead);
-            __m512i both[2];
-            decoder.pairs(words_at<V>(t, words, i), both);
-            _mm512_store_si512(out + i, both[0]), _mm512_store_si512(out + V + i, both[1]);
-        }
-}
-
-// panel: memory for the numbers of a segment.
-template <class W, int V>
-KERNEL void multiply_segment(BlockTile t, const W& decoder, int64_t rows, __m512i* panel) {
-    if constexpr (W::kSteps == 2) {
-        if (rows >= kManyRows) {
-            decode_segment<V>(t, decoder, panel);
-            t.words = reinterpret_cast<const uint8_t*>(panel), t.column = V * 64, t.columns *= W::kSteps;
-            return multiply_segment<Decoded, V>(t, Decoded{}, rows, panel);
-        }
-    }
-    const int64_t tiles = (rows + kPairRows - 1) / kPairRows, size = (rows + tiles - 1) / tiles;
-    for (int64_t m = 0; m < rows; m += size) {
-        multiply_block<W, V>(t, decoder, std::min(size, rows - m));
-        t.x += size * t.x_stride, t.kept += size * kStrips, t.of_x += size * t.sums_stride;
+template <class W, int V, int M, bool kWhole> INLINE void multiply_tiles(BlockTile t) {
+    constexpr int64_t kStep = V * kLanes;
+    for (; t.count > 0; t.count -= kStep) {
+        multiply_block<W, V, M, kWhole>(t);
+        t.words += 4 * kStep, t.kept += kStep, t.scales += kStep, t.seconds += t.seconds ? kStep : 0;
     }
 }
 
-// The same of a block that is not whole.
-template <class W>
-APART void multiply_halves(BlockTile half, const W& decoder, int64_t rows, int64_t outputs, __m512i* panel) {
-    constexpr int V = kStrips / 2;
-    for (int64_t first = 0; first < outputs; first += V * kStrip) {
-        multiply_segment<W, V>(half, decoder, rows, panel);
-        half.words += 64 * V, half.kept += V, half.scales += V * kStrip;
-        if (half.seconds) half.seconds += V * kStrip;
-        for (int i = 0; i < V; i++) half.lanes[i] = half.lanes[V + i];
-    }
+template <class W, int M> APART void multiply_tiles(const BlockTile& t) {
+    if (t.count == kBlockOutputs) multiply_tiles<W, vectors_of(M), M, true>(t);
+    else multiply_tiles<W, 2, M, false>(t);
 }
 
 // Outputs begin .. end of at most kChunk rows.
 template <class W>
 KERNEL void pair_blocks_of(const Product& p, int64_t row, int64_t begin, int64_t end, Scratch& scratch) {
-    static_assert(kSegment / 2 <= kPanelSteps && kBlockOutputs == kStrip * kStrips);
-    static_assert(kSegment / 2 * kStrips * sizeof(__m512i) <= Scratch::kPanelBytes);
-    __m512* const kept = reinterpret_cast<__m512*>(scratch.sums);
-    __m512i* const panel = reinterpret_cast<__m512i*>(scratch.panel);
-    const W decoder(p);
+    float* const kept = reinterpret_cast<float*>(scratch.sums);
     const int64_t rows = std::min(kChunk, p.rows - row), segment = segment_of(p), stored = stored_inputs(p);
-    const int32_t* x = static_cast<const int32_t*>(p.prepared) + row * p.x_stride / 2;
+    const int64_t tiles = (rows + kPairRows - 1) / kPairRows, size = (rows + tiles - 1) / tiles;
+    BlockTile t{};
+    t.x_stride = p.x_stride / 2, t.segments = p.segments;
     for (int64_t o = begin; o < end;) {
         const BlockPart part = part_of(p, o, end);
-        BlockTile t{};
-        t.column = part.width * 4, t.x_stride = p.x_stride / 2, t.kept = kept, t.sums_stride = p.segments;
-        for (int i = 0; i < kStrips; i++)
-            t.lanes[i] = first_lanes(part.count - i * kStrip);
+        t.column = part.width * 4, t.count = part.count;
         std::memset(kept, 0, rows * kBlockOutputs * sizeof(float));
         Units units{};
         for (int64_t k = 0; k < stored; k += segment) {
             units_at<false>(p, part, k, units);
             t.words = part.words + (k / (2 * W::kSteps) * part.width + part.first) * 4;
-            t.x = x + k / 2, t.columns = std::min(segment, stored - k) / (2 * W::kSteps);
-            t.scales = units.scales, t.seconds = p.x_sums ? units.seconds : nullptr;
-            t.of_x = p.x_sums + row * p.segments + k / segment;
-            if (part.count == kBlockOutputs) multiply_segment<W, kStrips>(t, decoder, rows, panel);
-            else multiply_halves<W>(t, decoder, rows, part.count, panel);
+            t.columns = std::min(segment, stored - k) / (2 * W::kSteps);
+            t.scales = units.scales, t.seconds = p.has_sums() ? units.seconds : nullptr;
+            for (int64_t m = 0; m < rows; m += size) {
+                t.x = static_cast<const int32_t*>(p.prepared) + (row + m) * t.x_stride + k / 2;
+                t.kept = kept + m * kBlockOutputs, t.of_x = p.x_segments + (row + m) * p.segments + k / segment;
+                WITH_ROWS(std::min(size, rows - m), multiply_tiles<W, std::min(M, kPairRows)>(t))
+            }
         }
-        finish_block(p, part, reinterpret_cast<const float*>(kept), row, rows);
+        finish_block(p, part, kept, row, rows);
         o = part.begin + part.first + part.count;
     }
 }

@@ -248,9 +248,10 @@ template <class Element> KERNEL void prepare_row(const Product& p, int64_t row, 
     if (by_row) p.row_sums[row] = total;
 }
 
-// True if the sums take pairs of bfloat16, or integers; else they take float.
+// True if the sums take pairs of whole numbers, pairs of bfloat16, or integers; else they take float.
+INLINE bool takes_pairs(const Product& p) { return p.whole && p.dtype == Number::bfloat16; }
 INLINE bool takes_bfloat16(const Product& p) {
-    return LEVEL == 4 && p.dtype == Number::bfloat16 && p.rounding != Rounding::fp8_blocks;
+    return LEVEL == 4 && p.dtype == Number::bfloat16 && p.rounding != Rounding::fp8_blocks && !p.in_blocks();
 }
 #if LEVEL == 4
 typedef Fours::Element Integer;
@@ -268,29 +269,25 @@ KERNEL bool is_prepared(const Product& p) {
 
 // Bytes of an element of a prepared row.
 KERNEL int64_t element_size(const Product& p) {
-    return takes_integers(p) ? sizeof(Integer) : takes_bfloat16(p) ? sizeof(uint16_t) : sizeof(float);
-}
-
-template <class Element> KERNEL void prepare_as(const Product& p, int64_t row) {
-    Element* const out = static_cast<Element*>(p.prepared) + row * p.x_stride;
-    prepare_row(p, row, out);
-    if (p.x_sums) sum_segments(p, out, p.x_sums + row * p.segments);
+    return takes_integers(p) ? sizeof(Integer) : takes_bfloat16(p) || takes_pairs(p) ? sizeof(uint16_t) : sizeof(float);
 }
 
 KERNEL void prepare(const Product& p, int64_t row) {
-    if (takes_integers(p)) prepare_as<Integer>(p, row);
-    else if (takes_bfloat16(p)) prepare_as<uint16_t>(p, row);
+    void* const out = static_cast<uint8_t*>(p.prepared) + row * p.x_stride * element_size(p);
+    if (takes_integers(p)) return prepare_row(p, row, static_cast<Integer*>(out));
+    if (takes_pairs(p)) return prepare_pairs(p, row, static_cast<int16_t*>(out));
+    if (takes_bfloat16(p)) return prepare_row(p, row, static_cast<uint16_t*>(out));
 #if LEVEL == 4
-    else kAvx512.prepare(p, row);
+    kAvx512.prepare(p, row);
 #else
-    else prepare_as<float>(p, row);
+    prepare_row(p, row, static_cast<float*>(out));
+    if (p.has_sums()) sum_segments(p, static_cast<float*>(out), p.x_segments + row * p.segments);
 #endif
 }
 
 KERNEL Kernel kernel_of(const Product& p) {
+    if (takes_pairs(p)) return p.weights == Weights::blocks4 ? pair_blocks_of<FourBits> : pair_blocks_of<EightBits>;
 #if LEVEL == 4
-    if (p.in_blocks() && takes_bfloat16(p))
-        return p.weights == Weights::blocks4 ? pair_blocks_of<FourBits> : pair_blocks_of<EightBits>;
     if (takes_integers(p)) return strips_of<Fours, WordStrips<8>>;
     if (takes_bfloat16(p) && p.weights == Weights::bfloat16) return strips_of<Pairs, WordStrips<16>>;
     if (takes_bfloat16(p) && p.weights == Weights::int8) return strips_of<Pairs, ByteStrips<false>>;
