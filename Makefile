@@ -21,7 +21,7 @@ export SPEC_COMPILE_CACHE := $(CURDIR)/build/cache/artefacts
 .PHONY: demo test test-all mutations lint docs wheel bench setup clean
 
 demo: setup
-	$(VENV)/bin/python examples/demo.py
+	$(VENV)/bin/python -m spec_compile demo
 
 test: setup
 	$(VENV)/bin/ruff check .

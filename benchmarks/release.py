@@ -25,6 +25,8 @@ IN_FLIGHT = "--prompt-tokens 512 --new-tokens 128 --in-flight 1 32 64 128".split
 ROUNDS = ("llama-8b", "qwen3-0.6b", "smollm2-135m", "llama-8b-fp8", "llama-8b-int4", "qwen3-30b-a3b-fp8",
           "gpt-oss-20b-mxfp4")  # fmt: skip
 """The shapes whose rounds are measured; the first also token by token, with every draft."""
+CPU_ENGINES = ["ours", "llama_cpp", "transformers"]
+"""Engines with weights that are not rounded."""
 Commands = list[tuple[str, str, list[str]]]
 """For each command its name, the file of its results, and module with arguments."""
 
@@ -32,10 +34,13 @@ Commands = list[tuple[str, str, list[str]]]
 def on_gpu(options: argparse.Namespace) -> Commands:
     found: Commands = []
     for model in options.model:
-        compare = ["benchmarks.peers.compare", "--model", str(model), "--device", "cuda", *prompts(options, 10)]
-        compare += ["--engines", "ours", "transformers", "vllm", "--drafts", *DRAFTS]
-        compare += ["--heads", str(options.heads / model.name)] if options.heads else []
-        found.append(("peers", "peers", compare))
+        heads = ["--heads", str(options.heads / model.name)] if options.heads else []
+        compare = ["benchmarks.peers.compare", "--model", str(model), "--device", "cuda", *heads]
+        ours = [*prompts(options, 10), "--engines", "ours", "vllm", "--drafts", *DRAFTS, "--repeats", "2"]
+        found.append(("peers", "peers", [*compare, *ours, "--settings", "2"]))
+        # Transformers takes 25 times as long as others, so that few prompts take as many seconds.
+        theirs = [*prompts(options, 3), "--engines", "transformers", "--drafts", "plain", "--repeats", "1"]
+        found.append(("peers", "peers", [*compare, *theirs]))
     for model in options.model:
         start = ["benchmarks.host.first_token", "--model", str(model), "--device", "cuda"]
         found.append(("start", "first_token", [*start, "--systems", "ours", "transformers", "vllm"]))
@@ -52,11 +57,11 @@ def on_gpu(options: argparse.Namespace) -> Commands:
 
 def on_cpu(options: argparse.Namespace) -> Commands:
     found: Commands = []
-    for model in options.model:
-        compare = ["benchmarks.peers.compare", "--model", str(model), "--device", "cpu", *prompts(options, 4)]
-        compare += ["--weights", "none", "int8", "int4", "--engines", "ours", "llama_cpp", "transformers"]
-        compare += ["--drafts", "plain", "n-gram", "--new-tokens", "96", "--repeats", "2", "--settings", "1"]
-        found.append(("peers", "peers_cpu", compare))
+    for weights, engines in (("int4", ["ours", "llama_cpp"]), ("int8", ["ours", "llama_cpp"]), ("none", CPU_ENGINES)):
+        for model in options.model:
+            compare = ["benchmarks.peers.compare", "--model", str(model), "--device", "cpu", *prompts(options, 3)]
+            compare += ["--weights", weights, "--engines", *engines, "--drafts", "plain", "n-gram"]
+            found.append(("peers", "peers_cpu", [*compare, "--new-tokens", "64", "--repeats", "2", "--settings", "1"]))
     for model in options.model:
         found.append(("start", "first_token", ["benchmarks.host.first_token", "--model", str(model)]))
     return found

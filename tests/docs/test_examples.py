@@ -25,8 +25,8 @@ PRINTS = {
     "compile_backend.py": ["largest difference", "merge_linears"],
     "tensor_parallel.py": ["def mean(values):", "1 processes, accept length"],
 }
-TESTED_ELSEWHERE = {"compare_drafts.py", "demo.py", "json_schema.py", "medusa.py", "ray_data.py", "ray_serve.py"}
-"""In tests/test_demo.py, tests/test_xgrammar.py, tests/test_extending.py, tests/test_serving_ray.py and
+TESTED_ELSEWHERE = {"compare_drafts.py", "json_schema.py", "medusa.py", "ray_data.py", "ray_serve.py"}
+"""In tests/test_xgrammar.py, tests/test_extending.py, tests/test_serving_ray.py and
 tests/serve/test_compare_drafts.py."""
 
 
