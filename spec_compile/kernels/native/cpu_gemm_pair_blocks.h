@@ -1,8 +1,8 @@
 // cpu_gemm_blocks.h for rows of bfloat16 and codes that stand for whole numbers, by instructions for pairs of 16 bits.
 //
 // A segment of a row is rounded to multiples of a power of two, so that its largest number is 16,384 to 32,640 of them.
-// Numbers of at least a 128th of the largest stay as they are. Sums of a segment are exact. Codes are decoded in registers,
-// for each tile of rows again.
+// Numbers of at least a 128th of the largest stay as they are. Sums of a segment are exact. Codes are decoded in
+// registers, for each tile of rows again.
 
 constexpr int kPairRows = kLanes == 16 ? 6 : 4;  // of a tile: 24 of 32 registers, or 8 of 16, are sums
 constexpr int vectors_of(int rows) { return kLanes == 16 ? 4 : rows == 1 ? 8 : rows == 2 ? 4 : 2; }  // of a tile
