@@ -64,20 +64,29 @@ def speed(figures: dict | None) -> str:
     return f"{figures['accept_length'] or 0:.2f}, {figures['tokens_per_second']:,.0f}" if figures else NONE
 
 
+EQUAL = "equal to plain"
+"""The title of `equal`."""
+
+
+def equal(found: dict[str, dict]) -> str:
+    """How many answers of all sets equal those of the engine's plain steps."""
+    same, of = (sum(figures.get(key, 0) for figures in found.values()) for key in ("same", "of"))
+    return f"{same} of {of}" if of else ""
+
+
 @shown
 def peers(results: Results) -> str:
-    """A row for each model, engine and way of drafting, a column for each set: accept length and tokens a second.
-    The last one counts the answers of all sets that equal the engine's plain steps."""
+    """A row for each model, engine and way of drafting, a column for each set: accept length and tokens a second;
+    and `equal`."""
     names, every = engine_rows(results, "peers")
     rows = []
     for row in map(results.seen, every):
         found = by_title(row)
-        same, of = (sum(figures.get(key, 0) for figures in found.values()) for key in ("same", "of"))
         cells = [row["refused"], *[""] * len(names)] if "refused" in row else [
-            *(speed(found.get(name)) for name in names), f"{same} of {of}" if of else ""
+            *(speed(found.get(name)) for name in names), equal(found)
         ]  # fmt: skip
         rows.append((model_name(row), row["drafts"], f"{row['engine']} {row.get('version', '')}".strip(), *cells))
-    return table(("model", "drafts", "engine", *names, "equal to plain"), rows)
+    return table(("model", "drafts", "engine", *names, EQUAL), rows)
 
 
 LLAMA_CPP = {None: "BF16", "int8": "Q8_0", "int4": "Q4_0"}
@@ -88,7 +97,7 @@ LLAMA_CPP = {None: "BF16", "int8": "Q8_0", "int4": "Q4_0"}
 def peers_cpu(results: Results) -> str:
     """A row for each model, engine, its weights and way of drafting, a column for each set: accept length, tokens a
     second, and for ours in brackets over llama.cpp of the same weights: plain steps over its plain steps, drafts over
-    the faster of its plain steps and its lookup."""
+    the faster of its plain steps and its lookup; and `equal`."""
     names, every = engine_rows(results, "peers_cpu")
     every, rows = [row for row in every if "sets" in row], []
     for row in map(results.seen, every):
@@ -104,8 +113,10 @@ def peers_cpu(results: Results) -> str:
             cells.append(speed(figures) + ratio)
         kinds = LLAMA_CPP if row["engine"] == "llama_cpp" else {None: row["dtype"]}
         weights = kinds.get(row["weights"], row["weights"])
-        rows.append((model_name(row), weights, row["drafts"], f"{row['engine']} {row['version']}", *cells))
-    return table(("model", "weights", "drafts", "engine", *names), rows)
+        rows.append(
+            (model_name(row), weights, row["drafts"], f"{row['engine']} {row['version']}", *cells, equal(by_title(row)))
+        )
+    return table(("model", "weights", "drafts", "engine", *names, EQUAL), rows)
 
 
 @shown
