@@ -164,14 +164,14 @@ def join_parameters(parameters: list[Tensor], dim: int = 0) -> Tensor:
 
 
 MANY_ROWS = {"cpu": ("prefill", "forward"), "cuda": ("forward",)}
-"""Purposes of graphs whose products a library computes faster, by the type of the device."""
+"""Purposes of graphs whose products have many rows, by the type of the device. A forward may be trained."""
 
 
 @comes_after("merge_linears", "select_logits")
 def use_linear_forms(graph: ModelGraph, settings) -> str:
     """Give each linear layer the form that `linear.choose` chooses. On a CPU a graph that prefills has many rows."""
     changed, few_rows = 0, settings.purpose not in MANY_ROWS[graph.device.type]
-    for node in linear.linear_layers(graph):
+    for node in linear.linear_layers(graph) if settings.purpose != "forward" else ():
         form = linear.choose(attribute(graph.gm, node.args[1].target), few_rows)
         if form is not None:
             node.target = form.op

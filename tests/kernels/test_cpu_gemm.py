@@ -177,7 +177,7 @@ def test_the_op_takes_the_kernel(level):
 
 @pytest.mark.parametrize("rows", [1, 5, 16, 17, 64, 65])
 def test_cpu_linear_is_linear(rows, level):
-    """By the kernel from `WIDE` on, and by a library below and with more rows."""
+    """By the kernel up to `MOST_ROWS`, and by a library with more."""
     for dtype in (FLOAT32, BFLOAT16):
         x, weight, bias = (torch.randn(*shape).to(dtype) for shape in ((rows, 1, 96), (50, 96), (50,)))
         turned, last = x.transpose(0, 1).expand(2, -1, -1), torch.randn(96, 50).to(dtype).t()
@@ -186,7 +186,7 @@ def test_cpu_linear_is_linear(rows, level):
             torch.testing.assert_close(cpu_linear(*given), want, rtol=8e-3, atol=1e-4)
         with mock.patch.object(cpu_gemm, "multiply", wraps=multiply) as kernel:
             first = cpu_linear(x, weight)[0]
-        assert kernel.call_count == (level >= cpu_gemm.WIDE and rows <= cpu_gemm.MAX_ROWS)
+        assert kernel.call_count == (rows <= cpu_gemm.MOST_ROWS[dtype][level])
         assert not kernel.called or torch.equal(cpu_linear(x[:1], weight)[0], first)
 
 

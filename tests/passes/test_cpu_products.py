@@ -35,10 +35,9 @@ def chains_of(graph):
         ("mixtral", (), (0, 3, 2), []),  # experts end at the stream, and begin there
     ],
 )
-def test_joined_products(name, taps, joined, chains, narrow_or_best, monkeypatch):
-    """Chains have the bits of the products that they replace. At a level where a library multiplies the weights,
-    nothing joins."""
-    (gates, norms, sums), chains = (joined, chains) if narrow_or_best else ((0, 0, 0), [])
+def test_joined_products(name, taps, joined, chains, first_or_best, monkeypatch):
+    """Chains have the bits of the products that they replace."""
+    gates, norms, sums = joined
     graph = models.captured(models.ADMITTED[name]().bfloat16())
     without, result = (rewritten(graph, passes, taps=taps) for passes in ((fuse_cpu_products,), ()))
     (report,) = (report for report in result.log if report.name == "fuse_cpu_products")
@@ -56,7 +55,6 @@ def test_joined_products(name, taps, joined, chains, narrow_or_best, monkeypatch
         assert torch.equal(got, single) and (got.float() - plain.float()).norm() < 0.02 * plain.float().norm()
 
 
-@pytest.mark.skipif(cpu_gemm.BEST < cpu_gemm.WIDE, reason="needs a CPU with AVX-512")
 @pytest.mark.parametrize("is_later, chains", [(False, [2, 2, 4]), (True, [3, 4])])
 def test_a_stream_that_others_read(is_later, chains, monkeypatch):
     """A chain ends before it would come after readers of its stream, or hide that from them."""
@@ -77,7 +75,7 @@ def test_a_stream_that_others_read(is_later, chains, monkeypatch):
     assert other.args[0].target is operator.getitem and other.args[0].args[0].target == CPU_PRODUCTS
 
 
-def test_quantised_layers(narrow_or_best):
+def test_quantised_layers(first_or_best):
     """Of blocks of 64 outputs, so that they are merged. The kernel multiplies codes at every level."""
     sizes = dict(models.BASE, num_attention_heads=1, num_key_value_heads=1, head_dim=64, intermediate_size=128)
     model = models.build("LlamaConfig", "LlamaForCausalLM", sizes).bfloat16()

@@ -15,10 +15,9 @@ def level(request, monkeypatch):
     return request.param
 
 
-@pytest.fixture(params=sorted({min(cpu_gemm.WIDE - 1, cpu_gemm.BEST), cpu_gemm.BEST}))
-def narrow_or_best(request, monkeypatch):
-    """The same of two levels: the best, and one at which a library multiplies weights as numbers. True: the kernel
-    multiplies these, too."""
+@pytest.fixture(params=sorted({min(1, cpu_gemm.BEST), cpu_gemm.BEST}), ids=lambda level: cpu_gemm.LEVELS[level])
+def first_or_best(request, monkeypatch):
+    """The same of two levels: the first, at which a library multiplies weights of float32, and the best."""
     monkeypatch.setattr(cpu_gemm, "BEST", request.param)
     monkeypatch.setattr(cpu_gemm, "SUPPORTED", False)  # with AMX a library multiplies, too
-    return request.param >= cpu_gemm.WIDE
+    return request.param

@@ -26,7 +26,7 @@ import hypothesis
 import models
 import sweeps
 import transformers
-from cpu_levels import level, narrow_or_best  # noqa: F401, fixtures
+from cpu_levels import first_or_best, level  # noqa: F401, fixtures
 from forwards import interpreted, new_compilations  # noqa: F401, fixtures
 from toy_graphs import half_on_gpu  # noqa: F401, a fixture
 

@@ -4,6 +4,7 @@ Passes, regions and drafters ask here which form serves a weight, and which node
 one more form and its kernel.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -26,25 +27,24 @@ class LinearForm:
 
     op: ``op(x, weight, bias)`` as `F.linear`.
     device, dtypes: which weights it serves.
-    few_rows: True if it serves only products of few rows, as in a round.
-    supports: False if this CPU has not the instructions that make it worth while.
+    supports: True if it serves a dtype, on this CPU, in products of 1 row or of MANY.
     """
 
     op: Callable
     device: str
     dtypes: tuple[torch.dtype, ...]
-    few_rows: bool
-    supports: Callable[[], bool] = lambda: True
+    supports: Callable[[torch.dtype, float], bool]
 
 
+MANY = math.inf
 PRODUCT = torch.ops.spec_compile.product.default
 TO_STREAM = torch.ops.spec_compile.product_to_stream.default
 TO_HEADS = torch.ops.spec_compile.product_to_heads.default
-SKINNY_GEMM = LinearForm(PRODUCT, "cuda", HALF, few_rows=True)
-CPU_GEMM = LinearForm(
-    cpu_gemm.cpu_linear, "cpu", (torch.float32, torch.bfloat16), True, lambda: cpu_gemm.BEST >= cpu_gemm.WIDE
+SKINNY_GEMM = LinearForm(PRODUCT, "cuda", HALF, lambda dtype, rows: rows < MANY)
+CPU_GEMM = LinearForm(cpu_gemm.cpu_linear, "cpu", tuple(cpu_gemm.NUMBERS), cpu_gemm.multiplies)
+TRANSPOSED = LinearForm(
+    cpu_gemm.transposed_linear, "cpu", (torch.bfloat16,), lambda dtype, rows: rows < MANY and cpu_gemm.SUPPORTED
 )
-TRANSPOSED = LinearForm(cpu_gemm.transposed_linear, "cpu", (torch.bfloat16,), True, lambda: cpu_gemm.SUPPORTED)
 FORMS = SKINNY_GEMM, TRANSPOSED, CPU_GEMM
 PLAIN = aten.linear.default
 """The op of a captured linear layer. A layer that no form serves keeps it."""
@@ -58,8 +58,8 @@ PRODUCTS = LINEARS | {aten.addmm.default, QUANTISED, cpu_products.CPU_PRODUCTS}
 def choose(weight: Tensor, few_rows: bool) -> LinearForm | None:
     """The form that serves a weight [O, I], in products of few rows or of any number; None: `PLAIN` does."""
     for form in FORMS:
-        fits = weight.device.type == form.device and weight.dtype in form.dtypes and (few_rows or not form.few_rows)
-        if fits and form.supports():
+        fits = weight.device.type == form.device and weight.dtype in form.dtypes
+        if fits and form.supports(weight.dtype, 1 if few_rows else MANY):
             return form
     return None
 

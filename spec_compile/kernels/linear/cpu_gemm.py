@@ -4,6 +4,7 @@ It reads the weights once for all rows of a round, and adds up each row in one o
 """
 
 import functools
+import math
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -22,10 +23,9 @@ LEVELS = ("", "AVX2", "AVX-512", "AVX-512 with VNNI, BF16 and VBMI")
 """The instructions of each level; the kernel takes the last that the CPU has and `kernels.cpu` allows."""
 BEST = 0 if _cpu_gemm is None else min(_cpu_gemm.levels(), HIGHEST)
 """The level that it takes; 0: there is no kernel."""
-WIDE = 2
-"""The first level that is faster than BLAS with weights as numbers."""
-MAX_ROWS = 64
-"""The most rows with weights as numbers: BLAS uses the caches better with more."""
+MOST_ROWS = {torch.float32: (0, 0, 64, 64), torch.bfloat16: (0, math.inf, 64, 64)}
+"""By dtype and level, the most rows with weights as numbers: BLAS uses the caches better with more. With AVX2 it has no
+instructions for bfloat16: on two cores it takes 2 times as long with 4 rows, and 4.5 times with 64 and 256."""
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """`Number` of cpu_gemm.h."""
 WEIGHTS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, torch.float8_e4m3fn: 3}
@@ -52,14 +52,14 @@ NUMBERS = {torch.float32: ProductForm(0), torch.bfloat16: ProductForm(1)}
 """The forms of weights that are no codes."""
 
 
-def supports(weight: Tensor, rows: int) -> bool:
-    """True if the kernel multiplies `rows` rows by a weight [O, I] of numbers faster than BLAS."""
-    return rows <= MAX_ROWS and weight.dtype in NUMBERS and BEST >= WIDE and weight.is_contiguous()
+def multiplies(dtype: torch.dtype, rows: float) -> bool:
+    """True if the kernel multiplies `rows` rows by weights of numbers faster than BLAS."""
+    return dtype in NUMBERS and rows <= MOST_ROWS[dtype][BEST]
 
 
 def cpu_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``F.linear``: x [..., I], weight [O, I], bias [O] -> [..., O], by the kernel where it is the faster."""
-    if not supports(weight, x.numel() // x.shape[-1]):
+    if not (multiplies(weight.dtype, x.numel() // x.shape[-1]) and weight.is_contiguous()):
         return F.linear(x, weight, bias)
     return torch.ops.spec_compile.cpu_product(x, weight, bias)
 

@@ -86,8 +86,8 @@ def _form_of(x: Tensor, parts: list[Tensor], kind: str) -> ProductForm | None:
     """How the kernel takes a product of bfloat16; None: it does not."""
     if kind:
         return cpu_gemm.form_here(kind, x, parts)
-    fits = not are_plain() and parts[0].dtype is x.dtype and cpu_gemm.supports(parts[0], x.numel() // x.shape[-1])
-    return cpu_gemm.NUMBERS[x.dtype] if fits else None
+    fits = not are_plain() and parts[0].dtype is x.dtype and parts[0].is_contiguous()
+    return cpu_gemm.NUMBERS[x.dtype] if fits and cpu_gemm.multiplies(x.dtype, x.numel() // x.shape[-1]) else None
 
 
 def _sum(x: Tensor, residual: Tensor) -> Tensor:
@@ -158,7 +158,7 @@ def _known_chain(x: Tensor, tensors: list[Tensor | None], kinds: list[str], numb
         cpu_gemm.check_activations(x)
         return None
     rows, inputs = x.numel() // x.shape[-1], x.shape[-1]
-    if are_plain() or (rows > cpu_gemm.MAX_ROWS and not all(kinds)):
+    if are_plain() or not (all(kinds) or cpu_gemm.multiplies(x.dtype, rows)):
         return None  # a library multiplies this many rows by weights of bfloat16
     given = [each for each in tensors if each is not None]
     key = (
