@@ -53,6 +53,8 @@ BLOCK = wanted_tokens(ContinuousBatchingConfig(num_blocks=1))
 """Tokens of a block of a manager's pool."""
 ROWS = MOST["cuda"]
 """Most rows of a manager."""
+KEYS = "model", "system", "in_flight", "prompt_tokens", "new_tokens"
+"""The fields that tell rows of random prompts apart; those of other prompts have the first three."""
 
 
 def percentile(values: list[float], share: float) -> float:
@@ -347,11 +349,10 @@ def main(arguments: list[str] | None = None) -> None:
     print(*ratios(rows), sep="\n")
     stamped = common.stamp(model.device)
     facts = {"model": Path(options.model).name, "requests": len(prompts), "new_tokens": options.new_tokens}
-    keys, part = ("model", "system", "in_flight"), "rows"
+    keys, part = KEYS[:3], "rows"
     if options.prompt_tokens:
         facts["prompt_tokens"] = " to ".join(map(str, options.prompt_tokens))
-        part = "arrivals" if options.arrivals else "random"
-        keys += ("prompt_tokens", "new_tokens")
+        keys, part = KEYS, "arrivals" if options.arrivals else "random"
     common.save_rows(options.json, [facts | row for row in rows], keys, stamped, part)
 
 

@@ -18,10 +18,7 @@ from transformers import AutoConfig
 
 from benchmarks import common
 from benchmarks.rounds.shapes import DENSE
-from benchmarks.serving import percentile, random_requests
-
-KEYS = ("model", "system", "in_flight", "prompt_tokens", "new_tokens")
-"""The fields that tell rows apart, as in benchmarks.serving."""
+from benchmarks.serving import KEYS, percentile, random_requests
 
 
 def engine(shape: str, max_len: int, most: int):

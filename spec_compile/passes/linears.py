@@ -163,21 +163,19 @@ def join_parameters(parameters: list[Tensor], dim: int = 0) -> Tensor:
 # The form of each product.
 
 
-MANY_ROWS = {"cpu": ("prefill", "forward"), "cuda": ("forward",)}
-"""Purposes of graphs whose products have many rows, by the type of the device. A forward may be trained."""
-
-
 @comes_after("merge_linears", "select_logits")
 def use_linear_forms(graph: ModelGraph, settings) -> str:
-    """Give each linear layer the form that `linear.choose` chooses. On a CPU a graph that prefills has many rows."""
-    changed, few_rows = 0, settings.purpose not in MANY_ROWS[graph.device.type]
-    for node in linear.linear_layers(graph) if settings.purpose != "forward" else ():
+    """Give each linear layer the form that `linear.choose` chooses. On a CPU a graph that prefills has many rows. A
+    forward keeps its layers, because it may be trained."""
+    on_cpu, is_forward = graph.device.type == "cpu", settings.purpose == "forward"
+    changed, few_rows = 0, not (on_cpu and settings.purpose == "prefill")
+    for node in () if is_forward else linear.linear_layers(graph):
         form = linear.choose(attribute(graph.gm, node.args[1].target), few_rows)
         if form is not None:
             node.target = form.op
             changed += 1
     is_library_faster = settings.purpose == "prefill" and settings.exact != "request"
-    packs = graph.device.type == "cpu" or (few_rows and not is_library_faster)
+    packs = on_cpu or not (is_forward or is_library_faster)
     packed, copied = _use_packed(graph) if packs else (0, 0)
     summary = f"{changed + packed} linear layers take a form of ours"
     return f"{summary}; copies of quantised weights for it take {copied / 1e9:.2f} GB" if copied else summary

@@ -27,7 +27,7 @@ LINES = {
     "kernels": 13499,
     "ngram": 2747,
     "parallel": 828,
-    "passes": 3132,
+    "passes": 3130,
     "quantised": 2722,
     "runtime": 6266,
     "serve": 7906,

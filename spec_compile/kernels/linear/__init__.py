@@ -36,7 +36,7 @@ class LinearForm:
     supports: Callable[[torch.dtype, float], bool] = lambda dtype, rows: True
 
 
-MANY = math.inf
+MANY = math.inf  # rows of a prompt
 PRODUCT = torch.ops.spec_compile.product.default
 TO_STREAM = torch.ops.spec_compile.product_to_stream.default
 TO_HEADS = torch.ops.spec_compile.product_to_heads.default
