@@ -163,11 +163,11 @@ class BlockTrainer(Trainer):
     def draw_blocks(self, batch: Batch, most: int, generator: torch.Generator) -> Blocks:
         """Up to `most` blocks of each sequence, begun at random positions.
 
-        A block begins where a token and the one after it are supervised. Everything is computed on the CPU, so that
-        nothing waits for a GPU.
+        A block begins where the token after it is supervised, as a round's begins: the first one of an answer at the
+        prompt's last token. Everything is computed on the CPU, so that nothing waits for a GPU.
         """
         length, next_supervised = batch.next_supervised.shape[1], batch.next_supervised
-        possible = F.pad(next_supervised[:, :-1], (1, 0)) & next_supervised
+        possible = F.pad(next_supervised[:, 1:], (1, 0))
         count = max(1, min(most, int(possible.sum(1).max())))
         score, anchors = torch.rand(possible.shape, generator=generator).masked_fill(~possible, -1.0).topk(count)
         anchors, order = anchors.sort(dim=1)  # neighbours see about the same context
