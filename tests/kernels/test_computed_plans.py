@@ -9,7 +9,16 @@ from cards import CARDS
 from spec_compile.kernels import card as module
 from spec_compile.kernels.card import card_of
 from spec_compile.kernels.linear import computed, skinny_gemm
-from spec_compile.kernels.linear.plans import ProductTile, ceil_div, packed_plan, plan, squared_columns
+from spec_compile.kernels.linear.plans import (
+    AT_ONCE,
+    FEW_OUTPUTS,
+    SHORT,
+    ProductTile,
+    ceil_div,
+    packed_plan,
+    plan,
+    squared_columns,
+)
 
 H200 = CARDS["H200"]
 MODELS = {  # layers, the shapes of a layer's products and of the head, microseconds of all with 1, 16 and 64 rows
@@ -21,6 +30,18 @@ MODELS = {  # layers, the shapes of a layer's products and of the head, microsec
     "SmolLM2-135M": (30, ((960, 576), (576, 576), (3072, 576), (576, 1536)), (49152, 576), (408, 434, 583)),
 }  # fmt: skip
 """Measured on an H200 with the tuned plans, in rounds whose products begin while the kernel before them runs."""
+OTHERS = {
+    (3072, 576): [tile._replace(late=AT_ONCE, prefetch=4) for tile in SHORT],
+    (6144, 1024): [tile._replace(late=AT_ONCE, prefetch=4) for tile in SHORT],
+    (576, 1536): [tile._replace(late=AT_ONCE, prefetch=4) for tile in FEW_OUTPUTS],
+}
+"""Tiles of the plans with which these shapes were measured. Others serve them now, because whole rounds are faster: the
+next kernel's programs find room. The model has one product's time."""
+
+
+def measured_plan(*shape):
+    now = plan(*shape)
+    return now._replace(tiles=tuple(OTHERS.get(shape, now.tiles)))
 
 
 def time_of(shape, plan, rows, card=H200):
@@ -30,7 +51,7 @@ def time_of(shape, plan, rows, card=H200):
 @pytest.mark.parametrize("layers, shapes, head, measured", MODELS.values(), ids=MODELS)
 def test_the_model_has_the_times_of_an_h200(layers, shapes, head, measured):
     """By the model, no tuned plan is far from the fastest, and each shape has about the tuned number of programs."""
-    times = [[time_of(shape, plan(*shape), rows) for rows in (1, 16, 64)] for shape in (*shapes, head)]
+    times = [[time_of(shape, measured_plan(*shape), rows) for rows in (1, 16, 64)] for shape in (*shapes, head)]
     for wanted, (*of_layer, of_head) in zip(measured, zip(*times), strict=True):
         assert layers * sum(of_layer) + of_head == pytest.approx(wanted, rel=0.07)
     for shape, tuned in zip((*shapes, head), map(sum, times)):
