@@ -87,9 +87,9 @@ GUARDS = [
         ("gptq-zero", ALWAYS, "drafters/test_quantised_drafts.py -k 'has_the_weights and gptq_v2'"),
         ("rank-rounding", "largest = x.abs().amax(dim=-1, keepdim=True)", "parallel/test_quantised_ranks.py -k few"),
         # what is accepted
-        ("accepted-path", ALWAYS, "runtime/test_tree.py -k accept_greedy"),
-        ("accepted-count", MORE, "runtime/test_tree.py -k accept_greedy"),
-        ("accepted-slots", LAST, "runtime/test_tree.py -k accept_greedy"),
+        ("accepted-path", ALWAYS, "runtime/test_tree.py -k follow"),
+        ("accepted-count", MORE, "runtime/test_tree.py -k follow"),
+        ("accepted-slots", LAST, "runtime/test_tree.py -k follow"),
         ("drawn-drafts", ALWAYS, "runtime/test_sampling.py -k 'test_drawn_drafts_leave_the_target'"),
         ("residual", "return target", "runtime/test_sampling.py -k 'test_drawn_drafts_leave_the_target'"),
         ("drawn-chains", ALWAYS, "runtime/test_drawn_chains.py -k 'paper or texts'"),

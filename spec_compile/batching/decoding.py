@@ -12,7 +12,7 @@ from ..runtime.pipeline import AHEAD, InFlightRound, RoundPipeline, check_gained
 from ..runtime.runtime import Runtime
 from ..runtime.session import Kind, MixedKind, Piece, Session, StepKind
 from ..runtime.state import MOST_LATE
-from ..runtime.verify.sample import DrawInRound, DrawRows, RowSettings, accept_greedy
+from ..runtime.verify.sample import DrawInRound, DrawRows, RowSettings, follow
 from ..tree import Accepted, Tree, ancestry
 from .output import look_ahead
 from .pages import pages_of
@@ -227,7 +227,7 @@ class DecodeRows(Rows):
         if acceptor := self._acceptor:
             accepted = acceptor(state, tree, ancestors, depth, logits)
         else:
-            accepted = accept_greedy(tree, ancestors, depth, state.forbid_early_eos(logits, depth))
+            accepted = follow(tree, ancestors, depth, state.likeliest(logits, depth))
         ranks = self.runtime.options.ranks
         if ranks.leads:
             self._ask_acceptors(sequences, tree, logits, accepted)

@@ -1,7 +1,8 @@
 """The likeliest tokens of each row of logits, with their log-probabilities: one pass over the logits, one launch.
 
-A row is cut into parts, one a program. A program stores its k best entries and its part of the softmax's sum; the last
-program of a row to arrive merges the parts in ascending order, so results never differ between runs.
+A row is cut into parts, one a program. A program stores the best entry of each stretch of its part, and its part of the
+softmax's sum; the last program of a row to arrive merges the parts in ascending order, so results never differ between
+runs. The k best entries lie in the k stretches whose best entries come first, so it reads only these again.
 
 An entry is one int64 that orders as (logit, lower id), so entries are distinct and ties need no care:
 
@@ -15,22 +16,26 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..compat import argmax
-from .launching import zero_counters
+from .card import launches_early
+from .launching import one_launch, zero_counters
 
 try:
     import triton
     import triton.language as tl
+    from triton.language.extra.cuda import gdc_wait
 
     from .primitives import rounded
 except ImportError:  # no GPU
     triton = None
 
 MAX_K = 16
-BLOCK = 2048
+BLOCK = 4096
 """Logits of a part."""
 LARGEST = torch.finfo(torch.float32).max
 STRETCH = 64
 """Logits that a CPU looks at only if their largest is among the best."""
+GPU_STRETCH = 128
+"""The same on a GPU. Twice as many make fewer stretches to compare and more logits to read again."""
 MASK = (1 << 31) - 1
 """The bits of an entry that hold MASK - id."""
 
@@ -95,25 +100,45 @@ def _first(logits: Tensor, ids: Tensor, k: int) -> Tensor:
     return MASK - ((order << 32 | (MASK - ids)).topk(k).values & MASK)
 
 
+@one_launch(
+    "likeliest", lambda logits, banned, applies: torch.empty_like(applies, dtype=torch.int64), "launch_likeliest"
+)
+def likeliest(logits: Tensor, banned: Tensor, applies: Tensor) -> Tensor:
+    """The likeliest token after each node, the lower id of equal ones: logits [B, N, V] -> [B, N] int64.
+
+    banned: [B, V] bool; tokens that count as -inf after the nodes of `applies` [B, N] bool.
+    """
+    return argmax(logits.masked_fill(applies[:, :, None] & banned[:, None, :], -math.inf))
+
+
+def launch_likeliest(logits: Tensor, banned: Tensor, applies: Tensor, block: int = BLOCK // 2) -> Tensor:
+    """`likeliest` by the kernel, which treats infinite and undefined logits as `top_logits` does."""
+    rows, bans = logits.flatten(0, 1), (banned.contiguous(), applies.contiguous(), applies.shape[1])
+    return launch(rows, 1, 1.0, block, bans=bans)[1].view_as(applies)
+
+
 def launch(
     logits: Tensor, k: int, temperature: float, block: int = BLOCK, warps: int = 4, table: Tensor | None = None,
-    tokens: Tensor | None = None,
+    tokens: Tensor | None = None, bans: tuple[Tensor | None, Tensor | None, int] = (None, None, 1),
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`top_logits` by the kernel, in parts of `block` logits (a power of two).
 
     table, tokens: see `drafters.recycle.renew`. With these the table is renewed, and the results are undefined.
+    bans: `banned` and `applies` of `likeliest`, and its number of nodes; only with k = 1.
     """
     rows, vocab = logits.shape
-    parts = triton.cdiv(vocab, block)
+    parts, stretch = triton.cdiv(vocab, block), min(GPU_STRETCH, block)
+    stretches = parts * (block // stretch)
     logprobs = logits.new_empty((rows, k), dtype=torch.float32)
-    ids = logits.new_empty((rows, k), dtype=torch.int64)
+    ids, early = logits.new_empty((rows, k), dtype=torch.int64), launches_early(logits.device)
     _top_logits[(rows * parts,)](
-        logits, logprobs, ids, table, tokens, rows, 0 if table is None else len(table),
-        logits.new_empty((rows, parts, k), dtype=torch.int64), logits.new_empty((rows, parts, 2), dtype=torch.float32),
+        logits, logprobs, ids, *bans, table, tokens, rows, 0 if table is None else len(table),
+        logits.new_empty((rows, stretches), dtype=torch.int64), logits.new_empty((rows, parts, 2), dtype=torch.float32),
         zero_counters(logits.device, rows),
-        *logits.stride(), vocab, parts, 1 / temperature, math.log2(math.e) / temperature,
-        K=k, BLOCK=block, BLOCK_PARTS=triton.next_power_of_2(parts), BLOCK_BEST=triton.next_power_of_2(parts * k),
-        num_warps=warps,
+        *logits.stride(), vocab, parts, stretches, 1 / temperature, math.log2(math.e) / temperature,
+        K=k, BLOCK=block, STRETCH=stretch, BLOCK_PARTS=triton.next_power_of_2(parts),
+        BLOCK_BEST=triton.next_power_of_2(stretches), BLOCK_K=triton.next_power_of_2(k), EARLY=early, num_warps=warps,
+        **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
     return logprobs, ids
 
@@ -137,38 +162,49 @@ if triton is not None:
         """2 ** ((values - peak) * scale); 0 where a value is -inf."""
         return tl.exp2((values - tl.where(peak == float("-inf"), 0.0, peak)) * scale)
 
-    @triton.jit(do_not_specialize=["parts", "rows", "known"])
+    @triton.jit
+    def _entries(logits, column, vocab, stride):
+        """The logits at the columns, cleaned as `_plain` does, and their entries; -inf and the least beyond the row."""
+        inside = column < vocab
+        x = tl.load(logits + column.to(tl.int64) * stride, mask=inside, other=float("-inf")).to(tl.float32)
+        x = tl.where(x == x, tl.minimum(tl.where(x == 0, 0.0, x), 3.4028234663852886e38), float("-inf"))
+        return x, tl.where(inside, _entry(x, column), -(1 << 63))
+
+    @triton.jit(do_not_specialize=["parts", "stretches", "rows", "known", "nodes"])
     def _top_logits(
         logits,  # [R, vocab] by its strides
         logprobs, ids,  # [R, K], written, or None
+        banned, applies, nodes,  # [R / nodes, vocab] and [R] bool, see `likeliest`; or None
         table, tokens, rows, known,  # [known, K] int32, whose rows `tokens` [R] are written, or None
-        best, sums,  # [R, parts, K]: entries; [R, parts, 2]: largest logit and sum of each part
+        best, sums,  # [R, stretches]: entries; [R, parts, 2]: largest logit and sum of each part
         arrived,  # [R]: parts that are done; zero before and after
-        stride_row, stride, vocab, parts, inverse, scale,
-        K: tl.constexpr, BLOCK: tl.constexpr, BLOCK_PARTS: tl.constexpr, BLOCK_BEST: tl.constexpr,
+        stride_row, stride, vocab, parts, stretches, inverse, scale,
+        K: tl.constexpr, BLOCK: tl.constexpr, STRETCH: tl.constexpr, BLOCK_PARTS: tl.constexpr,
+        BLOCK_BEST: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr,
     ):  # fmt: skip
         """One part of one row a program. Grid (R * parts). inverse, scale: 1 and log2 e over the temperature."""
         LEAST: tl.constexpr = -(1 << 63)  # below every entry
+        COUNT: tl.constexpr = BLOCK // STRETCH
         row, part = tl.program_id(0) // parts, tl.program_id(0) % parts
-        best += row * parts * K
+        logits += row.to(tl.int64) * stride_row
+        best += row * stretches
         sums += row * parts * 2
 
-        # Load the part, clean it as `_plain` does, and store its sum and its K best entries.
+        # Store the part's sum, and the best entry of each of its stretches.
+        if EARLY:
+            gdc_wait()
         column = part * BLOCK + tl.arange(0, BLOCK)
-        inside = column < vocab
-        at = logits + row.to(tl.int64) * stride_row + column.to(tl.int64) * stride
-        x = tl.load(at, mask=inside, other=float("-inf")).to(tl.float32)
-        x = tl.where(x == x, tl.minimum(tl.where(x == 0, 0.0, x), 3.4028234663852886e38), float("-inf"))
-        entry = tl.where(inside, _entry(x, column), LEAST)
+        x, entry = _entries(logits, column, vocab, stride)
+        if banned is not None:
+            if tl.load(applies + row) != 0:
+                is_banned = tl.load(banned + row // nodes * vocab + column, mask=column < vocab, other=0) != 0
+                entry = tl.where(is_banned, _entry(tl.full(x.shape, float("-inf"), tl.float32), column), entry)
         peak = tl.max(x, 0)
         tl.store(sums + part * 2, peak)
         tl.store(sums + part * 2 + 1, tl.sum(_powers(x, peak, scale), 0))
-        for place in range(K):
-            largest = tl.max(entry, 0)
-            tl.store(best + part * K + place, largest)
-            entry = tl.where(entry == largest, LEAST, entry)
+        tl.store(best + part * COUNT + tl.arange(0, COUNT), tl.max(tl.reshape(entry, [COUNT, STRETCH]), 1))
 
-        # The last program of the row merges the parts.
+        # The last program of the row adds up the sums,
         tl.debug_barrier()  # every thread's stores come before the release by one of them
         if tl.atomic_add(arrived + row, 1, sem="acq_rel") == parts - 1:
             tl.store(arrived + row, 0)
@@ -177,8 +213,21 @@ if triton is not None:
             totals = tl.load(sums + p * 2 + 1, mask=p < parts, other=0.0, cache_modifier=".cg")
             peak = tl.max(peaks, 0)
             log_total = tl.log(tl.sum(totals * _powers(peaks, peak, scale), 0))
-            n = tl.arange(0, BLOCK_BEST)
-            merged = tl.load(best + n, mask=n < parts * K, other=LEAST, cache_modifier=".cg")
+
+            # finds the stretches that come first, and reads them again,
+            n, number = tl.arange(0, BLOCK_BEST), tl.arange(0, BLOCK_K)
+            merged = tl.load(best + n, mask=n < stretches, other=LEAST, cache_modifier=".cg")
+            if K > 1:
+                chosen = tl.full([BLOCK_K], 0x7FFFFFFF // STRETCH, tl.int32)  # beyond the row
+                for place in range(K):
+                    largest = tl.max(merged, 0)
+                    of_best = ((0x7FFFFFFF - (largest & 0x7FFFFFFF)) // STRETCH).to(tl.int32)
+                    chosen = tl.where(number == place, of_best, chosen)
+                    merged = tl.where(merged == largest, LEAST, merged)
+                again = tl.reshape(chosen[:, None] * STRETCH + tl.arange(0, STRETCH)[None, :], [BLOCK_K * STRETCH])
+                _, merged = _entries(logits, again, vocab, stride)
+
+            # and stores the best entries.
             if table is not None:  # the last row of a token counts
                 token = tl.load(tokens + row)
                 same = token < 0

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from . import top_logits
 from .primitives import rounded
-from .top_logits import BLOCK
+from .top_logits import BLOCK, launch_likeliest  # noqa: F401
 
 SIZE_OF_WARP = 256
 """Offers that one warp of a program compares."""
@@ -51,9 +51,10 @@ def launch_unroll(table: Tensor, root: Tensor, reads: Tensor, nodes: int, levels
     batch, count = len(root), table.shape[1]
     ids, parents = (root.new_empty(batch, nodes) for _ in range(2))
     scores, used = torch.empty(batch, nodes, dtype=torch.float32, device=root.device), root.new_empty(batch)
+    rows, columns = triton.next_power_of_2(nodes), triton.next_power_of_2(count)
     unroll_kernel[(batch,)](
-        table, root, root.stride(0), reads, ids, parents, scores, used, count, nodes, LEVELS=levels,
-        **_sizes(nodes, count),
+        table, root, root.stride(0), reads, ids, parents, scores, used, count, nodes, LEVELS=levels, ROWS=rows,
+        COLUMNS=columns, num_warps=min(max(rows * columns // (2 * SIZE_OF_WARP), 1), 4),
     )  # fmt: skip
     return ids, parents, scores, used
 
@@ -112,17 +113,20 @@ def unroll_kernel(
     table,  # [V, K] int32, see `drafters.recycle.UNIT`
     root, stride_root, reads,  # [B] int64 by its stride; [B] bool
     ids, parents, scores, used,  # [B, nodes], [B], written
-    count, nodes, LEVELS: tl.constexpr, SIZE: tl.constexpr,
+    count, nodes, LEVELS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """The tree of one row a program. Grid (B). An offer holds its token, too, and its loss in the table's units."""
+    """The tree of one row a program. Grid (B). Losses in the table's units are so small that an offer is an int32, by
+    which a warp finds the least in one instruction: loss * 8 + level, times 1024, plus number. K <= COLUMNS."""
     NONE: tl.constexpr = 2047  # the loss of a missing candidate, above 6 * 255
     row = tl.program_id(0).to(tl.int64)
     token, chosen = tl.load(root + row * stride_root).to(tl.int32), tl.full([], -1, tl.int32)
     level, loss, found = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32), tl.full([], 0, tl.int64)
     is_read = tl.load(reads + row) != 0
 
-    number = tl.arange(0, SIZE)
-    offers = tl.full([SIZE], 0x7FFFFFFFFFFFFFFF, tl.int64)
+    # Offers [node, candidate], and their tokens.
+    of_node, candidate = tl.arange(0, ROWS)[:, None], tl.arange(0, COLUMNS)
+    number = of_node * count + candidate[None, :]
+    offers, tokens = tl.full([ROWS, COLUMNS], 0x7FFFFFFF, tl.int32), tl.zeros([ROWS, COLUMNS], tl.int32)
     for node in range(nodes):
         # Store the node that was taken. The root's chosen is -1, and so is its parent.
         is_real = is_read & (loss < NONE)
@@ -132,17 +136,18 @@ def unroll_kernel(
         tl.store(scores + row * nodes + node, tl.where(is_real, 0.0 - loss * 0.0625, float("-inf")))
 
         # It offers its children.
-        child = number - node * count
-        is_new = (child >= 0) & (child < tl.where(level < LEVELS, count, 0))
-        entry = tl.load(table + token * count + child, mask=is_new, other=-1)
+        exists = candidate < tl.where(level < LEVELS, count, 0)
+        entry = tl.load(table + token * count + candidate, mask=exists, other=-1)
         total = tl.minimum(tl.where(entry < 0, NONE, loss + (entry & 255)), NONE)
-        place = (total * 8 + level) * 1024 + number
-        offers = tl.where(is_new, place.to(tl.int64) << 23 | tl.maximum(entry >> 8, 0).to(tl.int64), offers)
+        is_new = (of_node == node) & exists[None, :]
+        offers = tl.where(is_new, ((total * 8 + level) * 1024)[None, :] + number, offers)
+        tokens = tl.where(is_new, tl.maximum(entry >> 8, 0)[None, :], tokens)
 
         # Take the best.
-        best, offers = _take(offers)
-        token, place = (best & 0x7FFFFF).to(tl.int32), (best >> 23).to(tl.int32)
-        chosen, level, loss = place & 1023, ((place >> 10) & 7) + 1, place >> 13
+        best = tl.min(offers)
+        chosen, level, loss = best & 1023, ((best >> 10) & 7) + 1, best >> 13
+        token = tl.max(tl.where(number == chosen, tokens, 0))
+        offers = tl.where(number == chosen, 0x7FFFFFFF, offers)
     tl.store(used + row, tl.maximum(found, 1))
 
 

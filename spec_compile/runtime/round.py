@@ -16,7 +16,7 @@ from ..kernels.attention.base import riding
 from ..outcome import pack
 from ..tree import MAX_NODES, Accepted, Tree, ancestry
 from .state import State
-from .verify.sample import accept_greedy
+from .verify.sample import follow
 
 log = logging.getLogger("spec_compile")
 
@@ -123,7 +123,7 @@ class Round(nn.Module):
         """The choice of greedy decoding: the parts of an `Accepted`."""
         if self.proposes:  # a plain step spares what drafts cost
             self.guard(self.drafter.see, self.state, Tree(*tree), logits)
-        accepted = accept_greedy(Tree(*tree), ancestors, depth, self.state.forbid_early_eos(logits, depth))
+        accepted = follow(Tree(*tree), ancestors, depth, self.state.likeliest(logits, depth))
         return accepted.path, accepted.tokens, accepted.count
 
     def settle(self, path: Tensor, tokens: Tensor, count: Tensor, features: list[Tensor], max_kv_len: int) -> Tensor:

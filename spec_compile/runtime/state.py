@@ -7,6 +7,7 @@ from ..cache import Cache
 from ..drafting import DraftPlan
 from ..graph import ModelGraph
 from ..kernels.ops import append_block, places
+from ..kernels.top_logits import likeliest
 from ..tree import MAX_NODES, Accepted, Tree, without
 from .prompt import Past
 
@@ -229,8 +230,14 @@ class State(nn.Module):
 
     def forbid_early_eos(self, logits: Tensor, depth: Tensor) -> Tensor:
         """Logits with -inf for end-of-sequence tokens after nodes [B, N] where the row would be too short."""
-        early = self.lengths[:, None] + 1 + depth < self.min_lengths[:, None]  # guard: minimum-length
-        return logits.masked_fill(early[:, :, None] & self.is_eos[:, None, :], float("-inf"))
+        return logits.masked_fill(self._is_early(depth)[:, :, None] & self.is_eos[:, None, :], float("-inf"))
+
+    def likeliest(self, logits: Tensor, depth: Tensor) -> Tensor:
+        """The likeliest token [B, N] after each node by these logits."""
+        return likeliest(logits, self.is_eos, self._is_early(depth))
+
+    def _is_early(self, depth: Tensor) -> Tensor:
+        return self.lengths[:, None] + 1 + depth < self.min_lengths[:, None]  # guard: minimum-length
 
     def commit(self, accepted: Accepted) -> Tensor:
         """Add the accepted tokens to each unfinished row with their keys, values and states, and stop rows.

@@ -13,6 +13,7 @@ from places import GPU, places
 
 from spec_compile.drafters.recycle import LOW, renew
 from spec_compile.kernels import launching, top_logits
+from spec_compile.kernels.top_logits import launch_likeliest, likeliest
 from spec_compile.kernels.trees import launch_renew
 
 PLACES = places(torch.float32, torch.bfloat16, torch.float16)
@@ -85,6 +86,21 @@ def test_equal_logits(place, value):
     found = launch(place, logits, 16, 1.0, block=16)
     check(found, logits, 16, 1.0)
     assert found[1].tolist() == [list(range(16))] * 2
+
+
+@settings(max_examples=100 if GPU else 25, deadline=None)
+@given(cases(), st.integers(1, 3), st.randoms(use_true_random=False))
+def test_the_likeliest_token(place, case, nodes, rng):
+    """Banned tokens count as -inf after the nodes that say so; the lower id comes first."""
+    rows = case[0].nan_to_num(0.0, math.inf, -math.inf)
+    logits = torch.stack([rows.roll(shift, 1) for shift in range(nodes)], 1).to(place[1])
+    banned, applies = (torch.tensor([[rng.random() < 0.5 for _ in range(size)] for _ in rows]) for size in (
+        rows.shape[1], nodes))  # fmt: skip
+    right = logits.float().masked_fill(applies[:, :, None] & banned[:, None], -INF).argmax(-1)
+    assert torch.equal(likeliest(logits, banned, applies), right)
+    there = (x.to(place[0]) for x in (logits, banned, applies))
+    assert torch.equal(launch_likeliest(*there, block=16).cpu(), right)
+    assert launching.all_zero()
 
 
 @pytest.mark.parametrize("strides", [(100, 1), (1, 3), (160, 2)])

@@ -29,7 +29,7 @@ LINES = {
     "parallel": 828,
     "passes": 3130,
     "quantised": 2722,
-    "runtime": 6266,
+    "runtime": 6265,
     "serve": 7906,
     "tools": 2223,
     "train": 4730,

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from spec_compile.graph import ModelGraph
 from spec_compile.kernels.ops import tree_mask
 from spec_compile.runtime.state import State
-from spec_compile.runtime.verify.sample import accept_greedy
+from spec_compile.runtime.verify.sample import follow
 from spec_compile.tree import MAX_NODES, Tree, ancestry
 
 VOCAB = 96
@@ -158,10 +158,8 @@ def random_case(rng, nodes, batch):
 def check_accept(tokens, parents, counts, choices):
     nodes = len(tokens[0])
     parents_t, counts_t, choice = torch.tensor(parents), torch.tensor(counts), torch.tensor(choices)
-    logits = torch.randn(len(tokens), nodes, VOCAB)
-    logits.scatter_(2, choice[:, :, None], 10.0)
     tree = Tree(torch.tensor(tokens), parents_t, torch.arange(nodes) < counts_t[:, None])
-    accepted = accept_greedy(tree, *ancestry(parents_t), logits)
+    accepted = follow(tree, *ancestry(parents_t), choice)
     deep = 0
     for row in range(len(tokens)):
         path = walk(tokens[row], parents[row], counts[row], choices[row])
@@ -173,14 +171,14 @@ def check_accept(tokens, parents, counts, choices):
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 3, 7, 16, 33, 64])
-def test_accept_greedy_on_random_trees(nodes):
+def test_follow_on_random_trees(nodes):
     rng = random.Random(nodes)
     deepest = max(check_accept(*random_case(rng, nodes, batch=8)) for _ in range(40))
     assert deepest >= min(nodes, 4)  # the cases do reach below the root
 
 
 @pytest.mark.parametrize("right", [0, 1, 31, 62, 63])
-def test_accept_greedy_on_a_chain_of_64(right):
+def test_follow_on_a_chain_of_64(right):
     """The first `right` drafted tokens are what the target chooses, the next is not."""
     tokens = [(5 * i) % VOCAB for i in range(64)]
     choice = [tokens[i + 1] if i < right else (tokens[(i + 1) % 64] + 1) % VOCAB for i in range(64)]

@@ -337,6 +337,7 @@ copies.launch(*ends)
 copies.launch(*ends, numbers.int())
 copies.publish(numbers, torch.zeros(3, 17, dtype=torch.int64), numbers[0, :1])
 top_logits.launch(torch.zeros(16, 151936, dtype=HALF), 10, 1.0)
+top_logits.launch_likeliest(torch.zeros(2, 8, 151936, dtype=HALF), torch.zeros(2, 151936).bool(), numbers > 0)
 x, down = torch.zeros(2, 16, 64, dtype=HALF), torch.zeros(3, 8, 64, dtype=HALF)
 low_rank_kernel.launch(x, x, down, down.mT.contiguous(), torch.zeros(3), numbers[:, 0])
 """

@@ -144,7 +144,7 @@ if triton is not None:
         tl.store(out_ptr + index * (COLUMNS + nodes) + 3, tl.zeros_like(index) + tl.sum(tiles), mask=exists)
         tl.store(out_ptr + index * (COLUMNS + nodes) + 4, tl.zeros_like(index) + ahead, mask=exists)
         tl.debug_barrier()  # the filling is stored before the tiles
-        for number in range(0, tl.cdiv(nodes, PER_TILE)):
+        for number in range(0, tl.max(tiles)):
             belongs = (number < tiles) & exists
             row_ptr = out_ptr + (begin + number) * (COLUMNS + nodes)
             tl.store(row_ptr, reach, mask=belongs)

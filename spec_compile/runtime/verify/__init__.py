@@ -21,7 +21,7 @@ class Route(Enum):
     =============== ====================================== ==================== ===========================
     ON_HOST         scores or logits are returned, or the  `HostAcceptor`       as below
                     first logits are known already
-    GREEDY_IN_ROUND do_sample=False, and the processors do `accept_greedy`      `accept_greedy`
+    GREEDY_IN_ROUND do_sample=False, and the processors do `follow`             `follow`
                     no more than set a minimum length
     DRAW_IN_ROUND   do_sample=True on a GPU, and           `DrawInRound`        `accept_chain`
                     `DrawInRound.supports` the processors

@@ -23,14 +23,6 @@ _FIRST = 0xBF58476D1CE4E5B9 - (1 << 64)
 _SECOND = 0x94D049BB133111EB - (1 << 64)
 
 
-def accept_greedy(tree: Tree, ancestors: Tensor, depth: Tensor, logits: Tensor) -> Accepted:
-    """Follow the target's likeliest tokens down each tree.
-
-    ancestors, depth: [B, N] int64, see `tree.ancestry`. logits: [B, N, V] of the target after every node.
-    """
-    return follow(tree, ancestors, depth, argmax(logits))
-
-
 def follow(tree: Tree, ancestors: Tensor, depth: Tensor, choice: Tensor) -> Accepted:
     """The path from the root to the deepest node that was chosen with all its ancestors.
 
