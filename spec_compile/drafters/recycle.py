@@ -12,7 +12,7 @@ from torch import Tensor
 from ..capture.admit import Inventory
 from ..drafting import Algorithm, Drafter, DraftPlan
 from ..kernels.launching import one_launch
-from ..kernels.top_logits import best_tokens
+from ..kernels.top_logits import top_logits
 from ..runtime.state import State
 from ..tree import Tree
 from . import ngram
@@ -38,7 +38,7 @@ def renew(table: Tensor, tokens: Tensor, logits: Tensor) -> None:
     tokens: [M] int64; -1 for nodes that leave no trace.
     logits: [M, V'] of the target after every node.
     """
-    logprobs, ids = best_tokens(logits, table.shape[1], 1.0)
+    logprobs, ids = top_logits(logits, table.shape[1], 1.0)
     new = ids << 8 | (-UNIT * logprobs).clamp(max=LOW).round().to(torch.int64)
     # A model may not read all that it generates.
     new = torch.where((ids < len(table)) & (logprobs > -torch.inf), new, -1).to(table.dtype)

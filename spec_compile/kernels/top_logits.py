@@ -40,7 +40,13 @@ MASK = (1 << 31) - 1
 """The bits of an entry that hold MASK - id."""
 
 
-@torch.library.custom_op("spec_compile::top_logits", mutates_args=())
+def _empty_results(logits: Tensor, k: int, temperature: float) -> tuple[Tensor, Tensor]:
+    _check(logits, k, temperature)
+    logprobs = logits.new_empty((logits.shape[0], k), dtype=torch.float32)
+    return logprobs, torch.empty_like(logprobs, dtype=torch.int64)
+
+
+@one_launch("top_logits", _empty_results, "launch_top_logits")
 def top_logits(logits: Tensor, k: int, temperature: float) -> tuple[Tensor, Tensor]:
     """``log_softmax(logits / temperature)`` at the k largest logits of each row, largest first.
 
@@ -50,25 +56,6 @@ def top_logits(logits: Tensor, k: int, temperature: float) -> tuple[Tensor, Tens
     -> logprobs [R, k] float32, at most 0, -inf for logits of -inf; ids [R, k] int64, distinct, the lower one first for
     equal logits. Raises ValueError or TypeError for other arguments.
     """
-    if triton is None or not logits.is_cuda or not logits.numel():
-        return _plain(logits, k, temperature)
-    _check(logits, k, temperature)
-    return launch(logits, k, temperature)
-
-
-@top_logits.register_fake
-def _(logits, k, temperature):
-    _check(logits, k, temperature)
-    shape = logits.shape[0], k
-    return logits.new_empty(shape, dtype=torch.float32), logits.new_empty(shape, dtype=torch.int64)
-
-
-def best_tokens(logits: Tensor, k: int, temperature: float) -> tuple[Tensor, Tensor]:
-    """`top_logits`; on a CPU in operations that a compiler can fuse with those around them."""
-    return (top_logits if logits.is_cuda else _plain)(logits, k, temperature)
-
-
-def _plain(logits: Tensor, k: int, temperature: float) -> tuple[Tensor, Tensor]:
     _check(logits, k, temperature)
     logits = torch.where(logits == logits, logits.float().clamp(max=LARGEST), -math.inf)
     if k == 1:
@@ -129,8 +116,9 @@ def launch(
     rows, vocab = logits.shape
     parts, stretch = triton.cdiv(vocab, block), min(GPU_STRETCH, block)
     stretches = parts * (block // stretch)
-    logprobs = logits.new_empty((rows, k), dtype=torch.float32)
-    ids, early = logits.new_empty((rows, k), dtype=torch.int64), launches_early(logits.device)
+    (logprobs, ids), early = _empty_results(logits, k, temperature), launches_early(logits.device)
+    if not rows:
+        return logprobs, ids
     _top_logits[(rows * parts,)](
         logits, logprobs, ids, *bans, table, tokens, rows, 0 if table is None else len(table),
         logits.new_empty((rows, stretches), dtype=torch.int64), logits.new_empty((rows, parts, 2), dtype=torch.float32),
@@ -164,7 +152,7 @@ if triton is not None:
 
     @triton.jit
     def _entries(logits, column, vocab, stride):
-        """The logits at the columns, cleaned as `_plain` does, and their entries; -inf and the least beyond the row."""
+        """The logits at the columns, clean as `top_logits` has them, and entries; -inf and the least beyond the row."""
         inside = column < vocab
         x = tl.load(logits + column.to(tl.int64) * stride, mask=inside, other=float("-inf")).to(tl.float32)
         x = tl.where(x == x, tl.minimum(tl.where(x == 0, 0.0, x), 3.4028234663852886e38), float("-inf"))

@@ -21,7 +21,9 @@ from torch import Tensor
 
 from . import top_logits
 from .primitives import rounded
-from .top_logits import BLOCK, launch_likeliest  # noqa: F401
+from .top_logits import BLOCK
+
+launch_top_logits, launch_likeliest = top_logits.launch, top_logits.launch_likeliest
 
 SIZE_OF_WARP = 256
 """Offers that one warp of a program compares."""

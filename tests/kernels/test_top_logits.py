@@ -163,7 +163,7 @@ def test_a_table_in_a_graph(rows):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_operator(dtype):
     logits = torch.randn(3, 40).to(dtype)
-    torch.library.opcheck(top_logits.top_logits, (logits, 4, 0.8))
+    torch.library.opcheck(torch.ops.spec_compile.top_logits.default, (logits, 4, 0.8))
     check(torch.ops.spec_compile.top_logits(logits, 4, 0.8), logits, 4, 0.8)
     logprobs, ids = torch.ops.spec_compile.top_logits(logits[:0], 4, 1.0)
     assert logprobs.shape == ids.shape == (0, 4)

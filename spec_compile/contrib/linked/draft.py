@@ -17,7 +17,7 @@ from ...drafters.modules.dflash import DFLASH, DFlashConfig, DFlashDraft
 from ...drafters.modules.layers import Layer, LayerKnobs
 from ...drafters.trees.grow import chain_parents, chain_scores
 from ...drafters.trees.propose import BlockProposer, grow_levels, lattice_tree, propose_full, propose_grown
-from ...kernels.top_logits import MAX_K, best_tokens
+from ...kernels.top_logits import MAX_K, top_logits
 from ...runtime.state import State
 from .transitions import Confidence, Domino, GatedMarkov, Markov, RecurrentMarkov, Selector, Transition, table_rank
 
@@ -183,7 +183,7 @@ class LinkedBlockProposer(BlockProposer):
         for place in range(length):
             # The likeliest candidate after the last token, as the target's id.
             scores, carried = block.scores(place, tokens[-1], carried)
-            logprob, best = best_tokens(scores[:, 0], 1, 1.0)
+            logprob, best = top_logits(scores[:, 0], 1, 1.0)
             logprobs.append(logprob)
             tokens.append(best if block.ids is None else block.ids[:, place].gather(1, best))
             tokens[-1] = block.to_target(tokens[-1])
@@ -218,7 +218,7 @@ class LinkedBlock:
         first, self.vocabulary = self.draft.first, logits.shape[2]
         self.logits, self.normed, self.ids = logits[:, first:], normed[:, first:], None
         if proposer.candidates is not None:
-            scores, ids = best_tokens(logits.flatten(0, 1), proposer.candidates, self.temperature)
+            scores, ids = top_logits(logits.flatten(0, 1), proposer.candidates, self.temperature)
             self.logprobs, self.ids = (x.view(*logits.shape[:2], -1)[:, first:] for x in (scores, ids))
         self.start = normed.new_zeros(len(normed), 1, self.transition.state_size)
 

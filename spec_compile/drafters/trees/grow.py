@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from ...compat import argmax
 from ...errors import check_int
 from ...kernels.ops import gather_rows
-from ...kernels.top_logits import MAX_K, best_tokens
+from ...kernels.top_logits import MAX_K, top_logits
 from ...runtime.verify.sample import draw, uniform
 from ...tree import MAX_NODES
 
@@ -105,7 +105,7 @@ def children(
 ) -> tuple[Tensor, Tensor]:
     """Scores and tokens [B, P * ranks] of the likeliest children of P nodes with scores [B, P], logits [B, P, Vd]."""
     batch, nodes, vocab = logits.shape
-    scores, ids = best_tokens(logits.reshape(batch * nodes, vocab), ranks, temperature)
+    scores, ids = top_logits(logits.reshape(batch * nodes, vocab), ranks, temperature)
     scores = above[:, :, None] + scores.view(batch, nodes, ranks)
     tokens = ids if draft_to_target is None else draft_to_target[ids]
     return scores.view(batch, nodes * ranks), tokens.view(batch, nodes * ranks)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...kernels.launching import one_launch
 from ...kernels.ops import gather_rows
-from ...kernels.top_logits import MAX_K, best_tokens
+from ...kernels.top_logits import MAX_K, top_logits
 from ...runtime.state import State
 from .grow import (
     Schedule,
@@ -106,7 +106,7 @@ class BlockProposer:
             return self._draw(state, logits[:, first:], draft_to_target)
         # The likeliest tokens of each place.
         root = state.tree_tokens[:, 0].clone()
-        scores, tokens = best_tokens(logits.flatten(0, 1), self.topk, self.temperature)
+        scores, tokens = top_logits(logits.flatten(0, 1), self.topk, self.temperature)
         tokens = tokens if draft_to_target is None else draft_to_target[tokens]
         scores, tokens = (x.view(*logits.shape[:2], self.topk)[:, first:] for x in (scores, tokens))
         # Make a tree of them, or a chain.
