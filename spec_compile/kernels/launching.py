@@ -22,8 +22,7 @@ from torch import Tensor
 CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 LIBRARY = torch.library.Library("spec_compile", "FRAGMENT")
 """Ops that a round on a CPU calls often. `torch.library.custom_op` would add 10 to 40 microseconds to each call."""
-CPU_KERNELS: dict[str, Callable] = {}
-"""By the name of a `one_launch`: the op that computes it on a CPU."""
+CPU_KERNELS: dict[str, Callable] = {}  # by the name of a `one_launch`
 _here = threading.local()
 
 
@@ -96,9 +95,8 @@ def one_launch(name: str, fake: Callable, kernel: str, writes: tuple[str, ...] =
 
             return getattr(trees, kernel)(*arguments, **constants)
 
-        return functools.wraps(function)(
-            lambda first, *more: (op if first.is_cuda else CPU_KERNELS.get(name, function))(first, *more)
-        )
+        chosen = lambda first: op if first.is_cuda else CPU_KERNELS.get(name, function)  # noqa: E731
+        return functools.wraps(function)(lambda first, *more: chosen(first)(first, *more))
 
     return define
 

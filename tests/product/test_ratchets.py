@@ -24,7 +24,7 @@ LINES = {
     "compile": 3212,
     "contrib": 5565,
     "drafters": 5464,
-    "kernels": 13498,
+    "kernels": 13499,
     "ngram": 2747,
     "parallel": 828,
     "passes": 3130,
