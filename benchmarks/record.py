@@ -41,7 +41,7 @@ from benchmarks.common import DEMO_MODEL, PROMPTS, RESULTS, elapsed, load_model,
 
 ROOT = Path(__file__).resolve().parents[1]
 DEMO = "demo"
-COMPILED = "_ngram_trie.*.so", "_cpu_gemm.*.so", "_cpu_attention.*.so"
+COMPILED = "_ngram_trie.*.so", "_cpu_gemm.*.so", "_cpu_attention.*.so", "_cpu_trees.*.so"
 HEADS = DEMO_MODEL / "heads"
 WORKLOADS = ("chat", "code_editing", "docstrings", "maths", "code_completion", "bug_fixing")
 ALGORITHMS: dict[str, dict] = {

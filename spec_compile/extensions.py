@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 
 HERE = Path(__file__).parent
-MODULES = "ngram._ngram_trie", "kernels.native._cpu_gemm", "kernels.native._cpu_attention"
+MODULES = "ngram._ngram_trie", "kernels.native._cpu_gemm", "kernels.native._cpu_attention", "contrib.kernels._cpu_trees"
 """The compiled modules. The C++ of each is what its folder has."""
 BUILD = "run `pip install .` in the repository, with a C++20 compiler at hand"
 

@@ -286,7 +286,7 @@ def is_permitted(target: torch._ops.OpOverload) -> bool:
     """True for an operator that graphs of models may name."""
     space, _, name = target._schema.name.partition("::")
     if space == "spec_compile":
-        return name not in OF_ROUNDS
+        return name.removesuffix("_on_cpu") not in OF_ROUNDS
     if space != "aten" or any(kind in str(each.type) for each in target._schema.arguments for kind in KINDS):
         return False
     if target._schema.is_mutable:  # x_ is permitted if x is

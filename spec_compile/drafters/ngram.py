@@ -148,7 +148,7 @@ class NgramDrafter(Drafter):
     def propose(self, state: State, max_kv_len: int) -> None:
         if self.num_draft_tokens == 1:
             return
-        trees: tuple[Tensor, ...] = ops.ngram_propose(
+        trees: tuple[Tensor, ...] = torch.ops.spec_compile.ngram_propose(
             state.tokens, state.lengths + 1, self.streams, self.handle, self.num_draft_tokens
         )
         state.propose(*trees)

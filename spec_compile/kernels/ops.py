@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx
 from torch.nn import functional as F
 
-from .launching import new_op, op_with_kernel
+from .launching import LIBRARY, new_op, op_with_kernel
 
 
 def arguments_of(node: fx.Node) -> dict[str, Any]:
@@ -233,11 +233,10 @@ NGRAM_HOMES: dict[int, Callable[..., None]] = {}
 
 def _empty_trees(tokens: Tensor, committed: Tensor, streams: Tensor, handle: Tensor, num_nodes: int) -> tuple:
     """Memory for the results of `ngram_propose`."""
-    batch = tokens.shape[0]
-    return tuple(tokens.new_empty(shape) for shape in ((batch, num_nodes), (batch, num_nodes), (batch,), (batch,)))
+    tree, count = tokens.new_empty(tokens.shape[0], num_nodes), torch.empty_like(committed)
+    return tree, torch.empty_like(tree), count, torch.empty_like(count)
 
 
-@new_op("ngram_propose", _empty_trees)
 def ngram_propose(
     tokens: Tensor, committed: Tensor, streams: Tensor, handle: Tensor, num_nodes: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -250,6 +249,10 @@ def ngram_propose(
     NGRAM_HOMES[int(handle)](streams, tokens, committed, *out)
     return out
 
+
+LIBRARY.define("ngram_propose" + torch.library.infer_schema(ngram_propose, mutates_args=()))
+LIBRARY.impl("ngram_propose", ngram_propose, "CompositeExplicitAutograd")
+torch.library.register_fake("spec_compile::ngram_propose", _empty_trees)
 
 # Masks: the slots of a cache that a node sees, and numbers that are added to its scores, in plain PyTorch.
 #

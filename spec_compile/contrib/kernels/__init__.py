@@ -1,1 +1,3 @@
-"""Triton kernels. The modules that launch them import them then, because the package runs without Triton."""
+"""Kernels. Modules that launch Triton's import them then, because the package runs without Triton."""
+
+from . import cpu_trees  # noqa: F401

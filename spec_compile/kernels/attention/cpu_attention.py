@@ -13,7 +13,7 @@ from ... import extensions
 from ...cache import PAGE
 from ...tree import MAX_NODES
 from ..cpu import HIGHEST
-from ..launching import are_plain
+from ..launching import LIBRARY, are_plain
 from .base import TARGETS, AttentionCall, Backend, attention_schema, from_arguments, plain_attention
 
 _cpu_attention = extensions.load_if_built("kernels.native._cpu_attention", "attention on a CPU is slower")
@@ -156,10 +156,8 @@ def _empty_output(call: AttentionCall) -> Tensor:
     return call.empty_output()
 
 
-# `torch.library.custom_op` would add 15 microseconds to each of the layers of a round.
-_LIBRARY = torch.library.Library("spec_compile", "FRAGMENT")
-_LIBRARY.define("cpu_attention" + attention_schema())
-_LIBRARY.impl("cpu_attention", from_arguments(cpu_attention), "CPU")
+LIBRARY.define("cpu_attention" + attention_schema())
+LIBRARY.impl("cpu_attention", from_arguments(cpu_attention), "CPU")
 torch.library.register_fake("spec_compile::cpu_attention", from_arguments(_empty_output))
 TARGETS.add(torch.ops.spec_compile.cpu_attention.default)
 BACKEND = Backend(

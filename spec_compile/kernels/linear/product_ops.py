@@ -16,6 +16,7 @@ from ...quantised.rows import rounds_activations
 from .. import ops
 from ..all_reduce import EXCHANGES, all_reduce
 from ..card import card_of
+from ..launching import LIBRARY
 from ..ops import as_rows
 from . import cpu_gemm
 from .plans import MAX_HEAD, ProductPlan, appending, ceil_div, squared_columns
@@ -51,10 +52,8 @@ def _quantised_linear(x: Tensor, parts: list[Tensor], bias: Tensor | None, kind:
     return _quantised_product(x, parts, bias, kind).contiguous()
 
 
-# `torch.library.custom_op` would add 15 microseconds to each of the hundred products of a round.
-_LIBRARY = torch.library.Library("spec_compile", "FRAGMENT")
-_LIBRARY.define("quantised_linear(Tensor x, Tensor[] parts, Tensor? bias, str kind) -> Tensor")
-_LIBRARY.impl("quantised_linear", _quantised_linear, "CompositeExplicitAutograd")
+LIBRARY.define("quantised_linear(Tensor x, Tensor[] parts, Tensor? bias, str kind) -> Tensor")
+LIBRARY.impl("quantised_linear", _quantised_linear, "CompositeExplicitAutograd")
 quantised_linear = torch.ops.spec_compile.quantised_linear
 """A quantised linear layer: x [..., I], the parts of a layout, bias [O] or None -> [..., O] of x's dtype.
 

@@ -1,0 +1,111 @@
+"""Trees on a CPU in C++ and by the plain forms, whose own tests are in test_recycle and test_union."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from merged_trees import HEAD, TRIE, arguments, both_sources, check, large
+
+from spec_compile.contrib.kernels.cpu_trees import learn, merge, unroll
+from spec_compile.drafters import recycle
+from spec_compile.drafters.trees import merge as plain
+from spec_compile.drafters.trees.merge import Drafts
+from spec_compile.kernels.launching import CPU_KERNELS
+
+plain_trees, plain_learning = recycle.unrolled.__wrapped__, plain.learn_from.__wrapped__
+
+
+def table_of(vocab, count, seed, most):
+    """A table of recycled tokens, with ties, empty rows, and candidates that lack."""
+    generator = torch.Generator().manual_seed(seed)
+    ids, bits = (torch.randint(high, (vocab, count), generator=generator) for high in (vocab, most))
+    table = ids << 8 | bits.sort(dim=1).values
+    table[torch.rand(vocab, count, generator=generator) < 0.2] = -1
+    table[torch.rand(vocab, generator=generator) < 0.1] = -1
+    return table.int()
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.integers(1, 40), st.integers(1, 16), st.integers(1, 5), st.integers(1, 64), st.sampled_from([1, 3, 40, 256]),
+    st.integers(0, 1000),
+)  # fmt: skip
+def test_recycled_trees(vocab, count, rows, nodes, most, seed):
+    """The bits of the plain form, in slots without a node, too."""
+    nodes = min(nodes, sum(count**level for level in range(recycle.LEVELS + 1)))
+    table, root = table_of(vocab, count, seed, most), torch.randint(vocab, (rows, 2))[:, 0]
+    reads = (torch.arange(2 * rows) % 3 != 2)[::2]
+    for ours, right in zip(unroll(table, root, reads, nodes), plain_trees(table, root, reads, nodes), strict=True):
+        assert ours.dtype == right.dtype and torch.equal(ours, right)
+
+
+def buffers(rows, size):
+    """The slots of the roots, and drafts, to be written."""
+    kinds = [torch.float32 if name == "priors" else torch.int64 for name in Drafts._fields]
+    return torch.full((rows,), -7), Drafts(*(torch.full((rows, size), -7, dtype=kind) for kind in kinds))
+
+
+def check_merging(rows, sources, nodes, head, trie):
+    """The drafts of a merge, whose every result is right."""
+    (begins, drafts), lengths = buffers(len(rows), head + trie), torch.arange(5, 5 + len(rows))
+    found = merge(
+        lengths, *map(list, sources[:1]), sources[1], list(sources[2]), *sources[3:], begins, [*drafts], nodes
+    )
+    check(rows, sources[-1], nodes, *found, drafts, head)
+    assert torch.equal(begins, lengths)
+    right = plain.merge(*sources, nodes)[-1]
+    for name in ("tokens", "above", "ancestors", "depth", "cells"):
+        assert torch.equal(getattr(drafts, name), getattr(right, name)), name
+    torch.testing.assert_close(drafts.priors, right.priors, rtol=1e-5, atol=1e-6)
+    return drafts
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(both_sources(), min_size=1, max_size=3), st.integers(2, 14), st.integers(0, 3))
+def test_merged_trees(rows, nodes, seed):
+    check_merging(rows, arguments(rows, seed), nodes, HEAD, TRIE)
+
+
+@pytest.mark.parametrize("head, trie, nodes", [(2, 16, 16), (64, 64, 64), (33, 16, 16), (2, 64, 9)])
+def test_large_merged_trees(head, trie, nodes):
+    rows = [large(head, trie, seed) for seed in range(2)]
+    check_merging(rows, arguments(rows, nodes, head, trie), nodes, head, trie)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_outcomes(seed):
+    """Of cells that no draft tested, not a bit changes. One row's drafts are of another text."""
+    head, trie, generator = 12, 16, torch.Generator().manual_seed(seed)
+    rows = [large(head, trie, 3 * seed + row) for row in range(3)]
+    sources = arguments(rows, seed, head, trie)
+    drafts = check_merging(rows, sources, 16, head, trie)
+    begins, text = torch.tensor([5, 6, -1]), torch.randint(4, (3, 14), generator=generator)
+    lengths, counts = begins + torch.randint(1, 7, (3,), generator=generator), [sources[-1].clone() for _ in range(2)]
+    for learns, table in zip((learn, plain_learning), counts):
+        learns(table, [*drafts], begins, torch.tensor([5, 6, 7]), lengths, text, head)
+    torch.testing.assert_close(*counts, rtol=1e-5, atol=1e-6)
+    assert torch.equal(*(table == sources[-1] for table in counts)) and not torch.equal(counts[0], sources[-1])
+
+
+def test_operators():
+    """Rounds on a CPU call them, and a compiler may trace them."""
+    rows = [large(5, 4, 1)]
+    head, scores, trie, match, counts = arguments(rows, 0, 5, 4)
+    (begins, drafts), length = buffers(1, 9), torch.tensor([4])
+    merging = length, [*head], scores, [*trie], match, counts, begins, [*drafts], 4
+    merge(*merging)
+    text = torch.zeros(1, 9, dtype=torch.int64)
+    calls = {
+        "recycle_unroll": (table_of(20, 3, 0, 40), torch.tensor([3, 7]), torch.tensor([True, False]), 9),
+        "merge_into": merging,
+        "learn_from": (counts, [*drafts], begins, length, length + 2, text, 5),
+    }
+    assert calls.keys() == CPU_KERNELS.keys()
+    for name, given_ in calls.items():
+        torch.library.opcheck(CPU_KERNELS[name], given_)
+
+
+@pytest.mark.parametrize("nodes", [0, 65])
+def test_trees_of_other_sizes_are_refused(nodes):
+    with pytest.raises(ValueError, match="nodes: expected 1 to 64"):
+        unroll(table_of(9, 2, 0, 9), torch.tensor([1]), torch.tensor([True]), nodes)
