@@ -17,7 +17,9 @@ from ..config import Options
 from ..drafting import Algorithm
 from ..errors import UnsupportedModelError
 from ..graph import ModelGraph
+from ..inventory import held_tensors
 from ..kernels.all_reduce import EXCHANGES, WARM_UP_SECONDS, set_deadline
+from ..kernels.cpu import use_huge_pages
 from ..kernels.experts import DOWN, UP
 from ..stats import Stats
 from .draft_record import DraftRecords
@@ -65,6 +67,7 @@ class Runtime:
     def __post_init__(self) -> None:
         self.guard.raises = self.options.ranks.size > 1
         self.algorithm.take(self.verify)
+        use_huge_pages(tensor for graph in self.graphs for tensor in held_tensors(graph.gm))
         self.stats.vocabulary_share = self.algorithm.vocabulary_share
 
     @property

@@ -1,8 +1,10 @@
-"""The number of threads of a CPU's steps: one for each core that affinity and control groups leave to the process."""
+"""The number of threads of a CPU's steps, one for each core that the process has, and huge pages of weights."""
 
 import logging
 import math
 import os
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -86,3 +88,19 @@ def test_a_users_choice_and_a_number_that_fits_stay(four_threads, chosen, availa
         monkeypatch.setenv(chosen, "4")
     cores.fit_threads()
     assert torch.get_num_threads() == 4
+
+
+@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="Linux without huge pages")
+def test_weights_lie_in_huge_pages():
+    """A mapping's flags have "hg" where a huge page is asked for. Addresses and numbers stay."""
+    x = torch.randn(3 * cores.HUGE_PAGE // 4)
+    at, before = x.data_ptr(), x.clone()
+    cores.use_huge_pages([x, torch.ones(3), torch.empty(0), torch.empty(4, device="meta")])
+    assert x.data_ptr() == at and torch.equal(x, before)
+    flags, begin, end = None, 0, 0
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
+            begin, end = (int(number, 16) for number in line.split()[0].split("-"))
+        elif line.startswith("VmFlags:") and begin <= at + cores.HUGE_PAGE < end:
+            flags = line.split()[1:]
+    assert "hg" in flags
