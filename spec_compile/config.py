@@ -162,7 +162,7 @@ class Options:
         captured = self.cuda_graphs and role != "prefill"
         cache = "auto" if of_draft or role == "draft" else self.kv_cache_dtype
         fp8, scaled = cache != "auto", cache == "fp8_per_token_head"
-        return attention.Use(self.attention_backends[role], role, captured, bool(self.compile), fp8, scaled)
+        return attention.Use(self.attention_backends[role], role, captured, fp8, scaled)
 
 
 def meanings(cls: type) -> dict[str, str]:

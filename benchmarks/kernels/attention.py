@@ -1,6 +1,6 @@
 """Attention backends on a GPU, one layer each: token trees inside a CUDA graph.
 
-    python -m benchmarks.kernels.attention [--models llama-3.1-8b ...] [--backends triton sdpa flex flashinfer]
+    python -m benchmarks.kernels.attention [--models llama-3.1-8b ...] [--backends triton sdpa flashinfer]
         [--nodes 1 16 64] [--contexts 1024 8192 32768 131072] [--tree branches] [--batch 1]
         [--output results/attention.json]
 
@@ -29,7 +29,6 @@ ENOUGH = 300e6
 """Bytes of caches, more than any L2 cache holds."""
 DENSE = {"sdpa"}
 """Backends that read the whole cache they are given, so they get only the slots that they need."""
-COMPILED = {"flex"}
 TREES = {
     "branches": [-1, *(max(0, i - 1 - (i % 3 == 0)) for i in range(1, 64))],
     "text": TEXT_TREE,
@@ -65,11 +64,6 @@ class Caches:
         return [part.transpose(1, 2) for part in product.split(heads, dim=2)]
 
 
-def op_of(name: str, use: Use) -> Callable:
-    op = BACKENDS[name].load(use)
-    return torch.compile(op, fullgraph=True, dynamic=False) if name in COMPILED else op
-
-
 def tree_time(caches: Caches, name: str, op: Callable, nodes: int, context: int, shape: str) -> float:
     """Microseconds of a layer's attention over a tree of `TREES`."""
     block, lengths = caches.block(nodes), torch.full((caches.batch,), context, device="cuda")
@@ -89,7 +83,7 @@ def trees(caches: Caches, args, copies: float, products: float) -> list[dict]:
     print(f"| {'context':>7} | {'N':>2} | {'floor':>6} | {'math':>6} |" + "".join(f" {n:>10} |" for n in args.backends))
     rows = []
     for nodes in args.nodes:
-        ops = {name: op_of(name, Use(name)) for name in args.backends}
+        ops = {name: BACKENDS[name].load(Use(name)) for name in args.backends}
         for context in args.contexts:
             work = 4 * caches.batch * nodes * caches.heads * context * caches.size
             row = {"context": context, "nodes": nodes, "tree": args.tree, "batch": caches.batch}

@@ -250,15 +250,13 @@ def recording() -> Iterator[dict[Part, tuple]]:
 
 
 class Shape(NamedTuple):
-    """The sizes that compiled code serves. Shape(1, 0) serves single rows and any number of cache slots.
+    """The sizes that compiled code serves, with any number of cache slots. Shape(1) serves single rows.
 
     rows: 0 serves any number above one.
-    slots: tokens that a row of the cache holds; 0 serves any number.
     paged: a row has several pages, of a pool of any number.
     """
 
     rows: int
-    slots: int
     paged: bool = False
 
 

@@ -38,7 +38,7 @@ FUNCTIONS = {
     "_operator": set("getitem add sub mul floordiv truediv mod pow neg eq ne lt le gt ge and_ or_".split()),
     "math": {"ceil", "floor", "trunc"},
     "torch": {"sym_float", "sym_int", "sym_ite", "sym_max", "sym_min", "sym_not", "sym_sum"},
-    f"{kernels.__name__}.attention.backends": {"flex", "sdpa"},
+    f"{kernels.__name__}.attention.backends": {"sdpa"},
     f"{kernels.__name__}.attention.tail_tiles": {"tail_tiles"},
     f"{kernels.__name__}.linear.cpu_gemm": {"cpu_linear", "transposed_linear"},
     f"{kernels.__name__}.ops": {"gather_rows", "tree_mask"},
@@ -53,12 +53,9 @@ SPECS = {each.__name__: each for each in (LayerSpec, IndexSpec, RecurrenceSpec, 
 
 PATH = re.compile(r"[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*")
 
-HIGHER_ORDER = "flex_attention"
-"""The operator of graphs that rows may name."""
-
 Row = list
-"""[name of the operator, arguments, named arguments]; ``{"row": n}`` is the result of row n, ``{"graph": rows}`` a
-graph as an argument, ``{"tensor": name}`` a parameter. The inputs are the first rows, whose operator is ``""``."""
+"""[name of the operator, arguments, named arguments]; ``{"row": n}`` is the result of row n, ``{"tensor": name}`` a
+parameter. The inputs are the first rows, whose operator is ``""``."""
 
 
 def rows_of(gm: fx.GraphModule, has_tensors: bool = False) -> list[Row]:
@@ -70,14 +67,9 @@ def rows_of(gm: fx.GraphModule, has_tensors: bool = False) -> list[Row]:
     rows: list[Row] = []
     values: dict[fx.Node, dict[str, Any]] = {}
     for node in gm.graph.nodes:
-        if node.op == "get_attr":
-            part = attribute(gm, node.target)
-            if isinstance(part, fx.GraphModule):
-                values[node] = {"graph": rows_of(part)}
-                continue
-            if has_tensors and isinstance(part, Tensor):
-                values[node] = {"tensor": node.target}
-                continue
+        if has_tensors and node.op == "get_attr" and isinstance(attribute(gm, node.target), Tensor):
+            values[node] = {"tensor": node.target}
+            continue
         values[node] = {"row": len(rows)}
         if node.op == "placeholder":
             rows.append(["", [], {}])
@@ -98,12 +90,9 @@ def graph_of(rows: list[Row], tensors: nn.Module | None = None) -> fx.GraphModul
     graph, values, root = fx.Graph(), list[fx.Node](), nn.Module() if tensors is None else tensors
     read: dict[str, fx.Node] = {}
 
-    def part(kind: str, content: Any) -> fx.Node:
-        if kind == "graph":
-            name = f"graph_{len(read)}"
-            root.add_module(name, graph_of(content))
-        elif not is_path(name := content) or not isinstance(attribute(root, name), Tensor):
-            raise TypeError(f"expected the name of a tensor, got {content}")
+    def parameter(name: Any) -> fx.Node:
+        if not is_path(name) or not isinstance(attribute(root, name), Tensor):
+            raise TypeError(f"expected the name of a tensor, got {name}")
         if name not in read:
             read[name] = graph.get_attr(name)
         return read[name]
@@ -114,8 +103,8 @@ def graph_of(rows: list[Row], tensors: nn.Module | None = None) -> fx.GraphModul
             if not name:
                 values.append(graph.placeholder(f"v{number}"))
                 continue
-            arguments = [_value(each, values, part) for each in arguments]
-            named = {key: _value(each, values, part) for key, each in named.items()}
+            arguments = [_value(each, values, parameter) for each in arguments]
+            named = {key: _value(each, values, parameter) for key, each in named.items()}
             if not all(map(is_path, named)) or any("." in key for key in named):
                 raise ValueError("expected names of arguments")
         except (TypeError, ValueError, IndexError, AttributeError, RuntimeError) as error:
@@ -131,8 +120,6 @@ def name_of(target: Any) -> str:
     """The name of an operator: "aten.add.Tensor", "_operator.getitem". TypeError if rows have no name for it."""
     if isinstance(target, torch._ops.OpOverload):
         return str(target)
-    if target is getattr(torch.ops.higher_order, HIGHER_ORDER):
-        return f"higher_order.{HIGHER_ORDER}"
     module, name = getattr(target, "__module__", ""), getattr(target, "__name__", "")
     module = "torch" if module.startswith("torch.") else module
     if name in FUNCTIONS.get(module, ()) and target_of(f"{module}.{name}") is target:
@@ -146,8 +133,6 @@ def target_of(name: str) -> Any:
     if function in FUNCTIONS.get(module, ()):  # guard: named-functions
         return getattr(importlib.import_module(module), function)
     space, _, rest = name.partition(".")
-    if name == f"higher_order.{HIGHER_ORDER}":
-        return getattr(torch.ops.higher_order, HIGHER_ORDER)
     packet, _, overload = rest.rpartition(".")
     if space == "spec_compile" and not hasattr(torch.ops.spec_compile, packet):
         _define_operators()
@@ -192,8 +177,8 @@ def _data(value: Any, values: dict[fx.Node, dict[str, Any]]) -> Any:
     raise TypeError(f"argument: expected a number, text, dtype, device or result of a node, got {value!r}")
 
 
-def _value(data: Any, values: list[fx.Node], make: Callable[[str, Any], fx.Node | None]) -> Any:
-    """An argument of JSON data. make: the node of a graph or a tensor that is an argument."""
+def _value(data: Any, values: list[fx.Node], make: Callable[[Any], fx.Node | None]) -> Any:
+    """An argument of JSON data. make: the node of a parameter, by its name."""
     if isinstance(data, list):
         return [_value(part, values, make) for part in data]
     if not isinstance(data, dict):
@@ -201,8 +186,8 @@ def _value(data: Any, values: list[fx.Node], make: Callable[[str, Any], fx.Node 
     ((kind, name),) = data.items()
     if kind == "row":
         return values[name]
-    if kind in ("graph", "tensor"):
-        return make(kind, name)
+    if kind == "tensor":
+        return make(name)
     if kind == "tuple":
         return tuple(_value(part, values, make) for part in name)
     if kind == "dict":
@@ -219,7 +204,7 @@ def _value(data: Any, values: list[fx.Node], make: Callable[[str, Any], fx.Node 
 
 def _plain(data: Any) -> Any:
     """A value of JSON data outside of rows: it refers to none."""
-    return _value(data, [], lambda kind, name: None)
+    return _value(data, [], lambda name: None)
 
 
 # The operators that rows of a model's graph may name.
@@ -259,22 +244,16 @@ KINDS = {"Storage", "Stream", "Generator", "Dimname"}
 """Types of arguments that no operator of a model has."""
 
 
-def check_rows(rows: list[Row], is_inner: bool = False) -> None:
-    """ValueError, naming the operator, if rows name one that models do not call, or one writes to a parameter.
-
-    is_inner: the rows are an argument of an operator, so they write nowhere.
-    """
+def check_rows(rows: list[Row]) -> None:
+    """ValueError, naming the operator, if rows name one that models do not call, or one writes to a parameter."""
     writable = set[int]()
     for number, (name, arguments, named) in enumerate(rows):
         if not name:
-            writable |= set() if is_inner else {number}
+            writable.add(number)
         elif name != "output":
             target = target_of(name)
             if isinstance(target, torch._ops.OpOverload) and not is_permitted(target):
                 raise ValueError(f"operator: expected one that computes values of a model, got {name}")
-            for data in (*arguments, *named.values()):
-                for inner in _inner_graphs(data):
-                    check_rows(inner, is_inner=True)
             for data in _written(name, target, arguments, named):
                 if not (isinstance(data, dict) and data.get("row") in writable):  # guard: writes-of-graphs
                     raise ValueError(f"operator: {name} writes to what is neither an input nor a new tensor")
@@ -324,15 +303,6 @@ def _gives_writable(name: str, target: Any, arguments: list, writable: set[int])
     if any(each.alias_info for each in target._schema.returns):
         return is_part
     return space == "aten" and (short in FRESH or torch.Tag.pointwise in target.tags)
-
-
-def _inner_graphs(data: Any) -> Iterator[list[Row]]:
-    if isinstance(data, dict):
-        if "graph" in data:
-            yield data["graph"]
-        data = [*data.values()]
-    for each in data if isinstance(data, list) else ():
-        yield from _inner_graphs(each)
 
 
 # Graphs of models, bound to their tensors.

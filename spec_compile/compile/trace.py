@@ -190,7 +190,7 @@ def _inline_constants(gm: fx.GraphModule, device: torch.device) -> None:
     for node in gm.graph.find_nodes(op="get_attr"):
         value = getattr(gm, node.target)
         if isinstance(value, fx.GraphModule):
-            continue
+            continue  # `rows_of` refuses it
         constant = getattr(value, "constant", None)
         value = value if constant is None else constant
         if value.ndim or value.device.type != "cpu":

@@ -36,7 +36,6 @@ from .state import State
 PRIMES = (37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83, 89, 97, 101, 103, 107, 109, 113, 127, 131, 137, 139, 149)
 # Numbers of rows, of a row's slots and of pages to compile with, which take memory. `PRIMES` follow if these do not do.
 SMALL_PRIMES = (5, 7, 11, 13, 17, 19, 23, 29, 31)
-STATIC_BACKENDS = {"flex"}  # attention backends whose code is made for one number of rows and of slots
 MOST = 4096  # larger attributes of a drafter are no sizes of its proposals
 KEPT = 2  # Parts of different options kept for a model. A living wrapper keeps its own parts.
 # Options that parts do not depend on. `_facts` reads the draft itself.
@@ -67,15 +66,9 @@ class CompiledSteps:
         """The sizes that the parts here serve."""
         if self._example_shape is not None:
             return self._example_shape
-        rows, slots = self.state.batch, 0 if slots_vary(self.runtime) else self.state.capacity
+        rows = self.state.batch
         any_rows = rows > 1 and rows_vary(self.runtime)
-        return Shape(0 if any_rows else rows, slots, self.state.kv.is_paged)
-
-    def grow(self) -> None:
-        """Before the buffers get more slots: forget steps that serve only one number of them."""
-        if not slots_vary(self.runtime):
-            self._rounds.clear()
-            self._prefill = None
+        return Shape(0 if any_rows else rows, self.state.kv.is_paged)
 
     def round(self, nodes: int) -> Round:
         """The round over `nodes` nodes; its `forward` and `look` take the number again."""
@@ -240,7 +233,7 @@ class ExampleSizes(NamedTuple):
     slots: the slots of a row.
     pages: the pages of the pool; 0 if each row has one page.
     static: see `static_sizes`.
-    varying: primes that divide the rows, slots and pages that vary, and no static size.
+    varying: primes that divide the slots, and the rows and pages that vary, and no static size.
     """
 
     rows: int
@@ -263,37 +256,27 @@ def example_size(static: Iterable[int], at_most: int | None = None, primes: tupl
 def example_sizes(runtime: Runtime, shape: Shape) -> ExampleSizes:
     """The sizes of the example that compiles parts of this shape.
 
-    Shape(0, 0), ROUNDED = 128 and static sizes of which 5 and 7 divide none give 5 rows and 7 * 128 slots; [5, 7] vary.
+    Shape(0), ROUNDED = 128 and static sizes of which 5 and 7 divide none give 5 rows and 7 * 128 slots; [5, 7] vary.
     With pages and 11, which divides no static size, either, they are 5 rows of 7 of the 11 pages.
     """
     static, varying = static_sizes(runtime), list[int]()
-    rows, slots, paged = shape
-    pages = 0
 
     def vary() -> int:
-        varying.append(example_size({*static, rows, slots, *varying}, primes=(*SMALL_PRIMES, *PRIMES)))
+        varying.append(example_size({*static, shape.rows, *varying}, primes=(*SMALL_PRIMES, *PRIMES)))
         return varying[-1]
 
-    if not rows:
-        rows = vary()
-    if not slots:
-        slots = vary() * (PAGE if paged else ROUNDED)
-    if paged:
-        pages = vary()
+    rows = shape.rows or vary()
+    slots = vary() * (PAGE if shape.paged else ROUNDED)
+    pages = vary() if shape.paged else 0
     return ExampleSizes(rows, slots, pages, static, tuple(varying))
 
 
 def rows_vary(runtime: Runtime) -> bool:
     """True if the same parts serve all numbers of rows above one. Exceptions: recurrences, whose states a commit sorts
-    by size; several ranks, whose sizes may differ; `STATIC_BACKENDS`; and static sizes that leave no prime to tell
-    rows."""
+    by size; several ranks, whose sizes may differ; and static sizes that leave no prime to tell rows."""
     if not runtime.options.compile or runtime.verify.recurrences or runtime.options.ranks.size > 1:
         return False
-    return slots_vary(runtime) and any(all(size % prime for size in static_sizes(runtime)) for prime in SMALL_PRIMES)
-
-
-def slots_vary(runtime: Runtime) -> bool:
-    return all(graph.backend not in STATIC_BACKENDS for graph in runtime.graphs)
+    return any(all(size % prime for size in static_sizes(runtime)) for prime in SMALL_PRIMES)
 
 
 def static_sizes(runtime: Runtime) -> frozenset[int]:

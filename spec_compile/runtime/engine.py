@@ -27,7 +27,6 @@ from ..compile.part import Parts
 from ..config import Options, promises_bits
 from ..drafting import Algorithm
 from ..graph import ModelGraph
-from ..kernels.attention import BACKENDS
 from ..outcome import Recording
 from ..passes.row_invariance import require_kernels_of_experts, require_same_bits
 from ..quantised import update
@@ -133,8 +132,7 @@ class Engine:
     def _cold_start(self) -> ColdStart | None:
         """The engine's `ColdStart`; None if steps are compiled when they are made, or never."""
         runtime, options = self.runtime, self.options
-        may_be_eager = all(not graph.backend or BACKENDS[graph.backend].uncompiled for graph in runtime.graphs)
-        if not options.compile or compiles_at_once(options) or not (may_be_eager or runtime.device.type == "cpu"):
+        if not options.compile or compiles_at_once(options):
             return None
         return ColdStart(runtime.device, self.turns, self._may_change)
 

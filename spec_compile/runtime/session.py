@@ -179,7 +179,6 @@ class Session:
         if self.runtime.on_gpu:
             torch.cuda.synchronize(self.runtime.device)
             self.made.clear()
-        self._compiled.grow()
         before = [(cache.tensors, cache.table) for cache in self.caches]
         self._make_room(slots)
         if not used:

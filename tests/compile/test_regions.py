@@ -92,7 +92,7 @@ def test_rounds_that_propose_parts_of_trees_are_apart_on_a_gpu():
         on_gpu=True, algorithm=SimpleNamespace(plan=DraftPlan(4, levels=3)), options=SimpleNamespace(compile=False),
         parts=None, verify=SimpleNamespace(gm=None), guard=None,
     )  # fmt: skip
-    steps = CompiledSteps(runtime, None, None, shape=Shape(1, 0))
+    steps = CompiledSteps(runtime, None, None, shape=Shape(1))
     few, whole, plain = (steps.round(nodes) for nodes in (2, 4, 1))
     assert [each.next_nodes for each in (few, whole, plain)] == [2, None, 1]
     assert steps.round(2) is few and steps.round(4) is whole and len({few, whole, plain}) == 3

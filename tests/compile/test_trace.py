@@ -164,6 +164,8 @@ def test_what_has_no_graph_is_refused():
     hidden = torch.randn(5)
     with pytest.raises(TypeError, match="none of its modules has"):
         trace(lambda x: x + hidden, (torch.ones(5),))
+    with pytest.raises(TypeError, match="expected an input or a call of an operator"):
+        trace(lambda x: torch.ops.higher_order.cond(x[0] > 0, torch.neg, torch.exp, (x,)), (torch.ones(5),))
     with pytest.raises(TypeError, match="returns tensors"):
         trace(lambda x: "text", (torch.ones(5),))
 

@@ -180,8 +180,8 @@ def test_other_models_and_drafts_are_refused(folder):
         speculate(assistants.target("31B"), "assistant", draft=str(folder))
     with pytest.raises(TypeError, match="an assistant of transformers"):
         speculate(assistants.target("31B"), "assistant", draft=rounds.target("llama"))
-    with pytest.raises(UnsupportedModelError, match=r"attention_backend: .* by 'sdpa' only, not by 'flex'"):
-        speculate(assistants.target("E2B"), "assistant", draft=str(folder), attention_backend={"draft": "flex"})
+    with pytest.raises(UnsupportedModelError, match=r"attention_backend: .* by 'sdpa' only, not by 'flashinfer'"):
+        speculate(assistants.target("E2B"), "assistant", draft=str(folder), attention_backend={"draft": "flashinfer"})
     with pytest.raises(ValueError, match="holds a head for algo='assistant'"):
         speculate(assistants.target("E2B"), "eagle3", draft=str(folder))
     with pytest.raises(ValueError, match="needs an assistant of a Gemma 4 or"):

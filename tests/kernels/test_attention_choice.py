@@ -23,10 +23,7 @@ from spec_compile.kernels.attention import flashinfer as xqa
 from spec_compile.kernels.attention.base import attention_calls
 from spec_compile.kernels.card import Card
 
-pytestmark = [
-    pytest.mark.usefixtures("flashinfer"),
-    pytest.mark.filterwarnings("ignore:flex_attention called without"),
-]
+pytestmark = pytest.mark.usefixtures("flashinfer")
 
 
 def layer_of(heads=(2, 2), sizes=(64, 64), window=None, softcap=None, sinks=False):
@@ -49,6 +46,7 @@ def test_option_is_a_name_or_names_by_role():
     [
         ("tritn", ValueError, r"attention_backend: expected one of auto, triton, .*got 'tritn'. Did you mean 'triton'"),
         ({"verify": "sdp"}, ValueError, "got 'sdp'. Did you mean 'sdpa'"),
+        ("flex", ValueError, "expected one of auto, triton, .*sdpa, flashinfer, got 'flex'"),
         ({"verfy": "sdpa"}, ValueError, "expected a name for prefill, verify, draft.*Did you mean 'verify'"),
         (None, TypeError, "expected a name, or a dict of names for prefill, verify, draft, got None"),
         ({"verify": 3}, TypeError, "expected a name, or a dict"),
@@ -59,7 +57,7 @@ def test_options_that_are_none(option, error, message):
         spec_compile.speculate(models.ADMITTED["llama"](), attention_backend=option)
 
 
-@pytest.mark.parametrize("name", ["triton", "flex", "flashinfer"])
+@pytest.mark.parametrize("name", ["triton", "flashinfer"])
 def test_a_cpu_has_two(name):
     there = r"runs on cuda, the model is on cpu; there is cpu, sdpa \(or 'auto'\)"
     with pytest.raises(ValueError, match=f"'{name}' {there}"):
@@ -90,13 +88,12 @@ PAIRS = [pair for pair in PAIRS if pair[0] != "flashinfer" or pair[1] == "llama"
 
 @pytest.fixture
 def tiny(monkeypatch):
-    """Backends for the tiny models' heads, and FlashInfer's for float32, which their kernels do not have."""
-    for name in ("flex", "flashinfer"):
-        less = dataclasses.replace(BACKENDS[name], sizes=None, dtypes=frozenset({torch.float32}))
-        monkeypatch.setitem(BACKENDS, name, less)
+    """FlashInfer's backend for the tiny models' heads and for float32, which its kernels do not have."""
+    less = dataclasses.replace(BACKENDS["flashinfer"], sizes=None, dtypes=frozenset({torch.float32}))
+    monkeypatch.setitem(BACKENDS, "flashinfer", less)
 
 
-@pytest.mark.sweep("triton-llama flashinfer-llama flex-deepseek_v3 sdpa-llama")
+@pytest.mark.sweep("triton-llama flashinfer-llama sdpa-deepseek_v3 sdpa-llama")
 @pytest.mark.parametrize("name, model", PAIRS)
 def test_pass_puts_the_op_into_the_graph(on_gpu, captured, tiny, name, model):
     """The op is there once a layer, and the numbers are those of the graph for a CPU."""
@@ -123,7 +120,7 @@ def test_check_of_a_backend_with_pages(on_gpu, captured, tiny, monkeypatch):
 
 
 @pytest.mark.sweep("triton sdpa")
-@pytest.mark.parametrize("name", ["auto", "triton", "sdpa", "flex"])
+@pytest.mark.parametrize("name", ["auto", "triton", "sdpa"])
 def test_rotation_joins_what_rotates(half_on_gpu, name):
     ours, backend = rewritten(half_on_gpu("llama"), name), BACKENDS["triton" if name == "auto" else name]
     assert ("cos" in backend.takes) == (name in ("auto", "triton"))
@@ -141,23 +138,21 @@ def need(on_gpu, use, dtype=torch.bfloat16, name="flashinfer", **layer):
 @pytest.mark.parametrize(
     "use, layer, lacks, able",
     [
-        (("verify", True), dict(softcap=1.0), "capped scores with token trees in a CUDA graph", "triton, sdpa, flex"),
-        (("verify", True), dict(window=8), "sliding windows with token trees in a CUDA graph", "triton, sdpa, flex"),
-        (("verify", True, False), dict(name="flex"), "that a CUDA graph can capture uncompiled", "triton, sdpa, flas"),
-        (("verify", False), dict(window=8), "sliding windows with token trees", "triton, sdpa, flex"),
-        (("draft", False), dict(sizes=(192, 128)), "different head sizes with token trees", "triton, sdpa, flex"),
-        (("prefill", False), dict(sizes=(96, 96)), "heads of 96", "triton, sdpa, flex"),
-        (("prefill", False), dict(dtype=torch.float32), "float32", "triton, sdpa, flex"),
+        (("verify", True), dict(softcap=1.0), "capped scores with token trees in a CUDA graph", "triton, sdpa"),
+        (("verify", True), dict(window=8), "sliding windows with token trees in a CUDA graph", "triton, sdpa"),
+        (("verify", False), dict(window=8), "sliding windows with token trees", "triton, sdpa"),
+        (("draft", False), dict(sizes=(192, 128)), "different head sizes with token trees", "triton, sdpa"),
+        (("prefill", False), dict(sizes=(96, 96)), "heads of 96", "triton, sdpa"),
+        (("prefill", False), dict(dtype=torch.float32), "float32", "triton, sdpa"),
         (("prefill", False), dict(dtype=torch.float64), "float64", "sdpa"),
-        (("verify", True), dict(name="flex", sizes=(8, 8)), "heads of 8", "triton, sdpa"),
     ],
 )
 def test_what_a_backend_lacks_is_refused(on_gpu, use, layer, lacks, able):
     with pytest.raises(UnsupportedModelError) as caught:
         need(on_gpu, use, **layer)
     message = str(caught.value)
-    name, number = layer.get("name", "flashinfer"), 0 if use[2:] or "dtype" in layer else 1
-    assert f"attention_backend: {name!r} cannot run layer {number} of the {use[0]} graph: " in message
+    number = 0 if "dtype" in layer else 1
+    assert f"attention_backend: 'flashinfer' cannot run layer {number} of the {use[0]} graph: " in message
     assert lacks in message and f"Pass {{{use[0]!r}: name}} with one of {able}" in message, message
 
 
@@ -183,9 +178,9 @@ def test_caches_of_8_bits_are_an_option(on_gpu):
         Options(kv_cache_dtype="fp9")
     with pytest.raises(UnsupportedModelError, match=r"'cpu' cannot run .*does not have caches of 8 bits"):
         spec_compile.speculate(models.ADMITTED["llama"](), kv_cache_dtype="fp8", compile=False)
-    use = "verify", True, True, True
+    use = "verify", True, True
     with pytest.raises(UnsupportedModelError, match=r"caches of 8 bits .*with one of triton$"):
-        need(on_gpu, use, name="flex")
+        need(on_gpu, use)
     assert need(on_gpu, use, name="auto") is BACKENDS["triton"]
 
 
@@ -198,12 +193,12 @@ def test_caches_of_8_bits_in_a_graph(on_gpu, captured, monkeypatch, capability):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     if capability < (8, 9):
         with pytest.raises(ValueError, match=r"'fp8' needs a GPU of compute capability 8.9, got 8.6; pass 'auto'"):
-            rewritten(graph, "auto", "verify", True, True, True)
+            rewritten(graph, "auto", "verify", True, True)
         return
-    ours = rewritten(graph, "auto", "verify", True, True, True)
+    ours = rewritten(graph, "auto", "verify", True, True)
     assert (ours.cache_dtype, ours.token_bytes * 4) == (torch.float8_e4m3fn, plain.token_bytes)
     assert plain.cache_dtype is None is graph.cache_dtype
-    scaled, heads = rewritten(graph, "auto", "verify", True, True, True, True), sum(x.kv_heads for x in graph.layers)
+    scaled, heads = rewritten(graph, "auto", "verify", True, True, True), sum(x.kv_heads for x in graph.layers)
     assert scaled.token_bytes == ours.token_bytes + 8 * heads
     indices = [[node.kwargs[name].args[1] for name in ("key_cache", "value_cache", "scales")] for node in
                attention_calls(scaled)]  # fmt: skip

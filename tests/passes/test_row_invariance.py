@@ -132,15 +132,15 @@ def test_explain_says_what_a_gpu_lacks(monkeypatch, capability, lines):
 def test_other_attention_of_prompts_is_named_by_those_who_ask_for_requests(half_on_gpu):
     graphs = {
         "verify": half_on_gpu("llama"),
-        "prefill": half_on_gpu("llama", role="prefill", name="flex", captured=False),
+        "prefill": half_on_gpu("llama", role="prefill", name="sdpa", captured=False),
     }
     require_same_bits("bits", graphs)
-    with pytest.raises(UnsupportedModelError, match=r"exact: 'request' cannot be kept.*: attention by flex"):
+    with pytest.raises(UnsupportedModelError, match=r"exact: 'request' cannot be kept.*: attention by sdpa"):
         require_same_bits("request", graphs)
     assert explain._bits(*map(variant_parts, graphs.values())) == [
         "same bits whatever is drafted: yes",
         "same bits in any chunk, batch or prefix: not promised, because of",
-        "  model.layers.0-1.self_attn: attention by flex",
+        "  model.layers.0-1.self_attn: attention by sdpa",
     ]
 
 

@@ -98,7 +98,7 @@ def test_sizes_of_trees_do_not_vary(steps):
         rounds.target("llama"), "eagle3", draft=draft, num_steps=steps, ngram=True, num_draft_tokens=16, check=False
     ).speculation.engine.runtime
     assert steps + 1 in static_sizes(runtime)
-    for form in (Shape(0, 0), Shape(1, 0), Shape(0, 0, paged=True)):
+    for form in (Shape(0), Shape(1), Shape(0, paged=True)):
         assert all((steps + 1) % prime for prime in example_sizes(runtime, form).varying)
 
 

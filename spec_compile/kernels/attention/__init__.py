@@ -11,12 +11,12 @@ import logging
 from ...errors import UnsupportedModelError, did_you_mean
 from ...graph import ModelGraph
 from . import cpu_attention, flashinfer
-from .backends import FLEX, SDPA, TRITON
+from .backends import SDPA, TRITON
 from .base import Backend, Use, attention_calls
 
 log = logging.getLogger("spec_compile")
 _ON_CPU = () if cpu_attention.BEST is None else (cpu_attention.BACKEND,)
-BACKENDS = {each.name: each for each in (TRITON, *_ON_CPU, SDPA, FLEX, flashinfer.BACKEND)}
+BACKENDS = {each.name: each for each in (TRITON, *_ON_CPU, SDPA, flashinfer.BACKEND)}
 ROLES = ("prefill", "verify", "draft")
 __all__ = ["BACKENDS", "ROLES", "Backend", "Use", "attention_calls", "choose", "parse", "prepare"]
 

@@ -246,7 +246,6 @@ class Use:
     name: str = "auto"  # a backend's name, or "auto"
     role: str = "verify"  # "prefill" (causal chunks only), "verify" or "draft" (trees and chunks)
     captured: bool = True  # the graph runs inside a CUDA graph
-    compiled: bool = True  # Inductor compiles the graph
     fp8: bool = False  # the cache holds float8_e4m3fn
     scaled: bool = False  # the cache also holds a scale for each token and KV head
 
@@ -268,7 +267,6 @@ class Backend:
     causal: frozenset[str] = USUAL  # the `FEATURES` that it has with causal chunks,
     trees: frozenset[str] = USUAL  # with trees,
     captured: frozenset[str] = USUAL  # and inside a CUDA graph, where it reads lengths only on the device
-    uncompiled: bool = True  # a CUDA graph can hold it without Inductor
     takes: frozenset[str] = frozenset()  # the arguments of `TAKEN` that its op reads; with "cos" it rotates
     sizes: frozenset[int] | None = None  # its head sizes; None: all
     fp8: bool = False  # it takes caches of float8_e4m3fn,
@@ -279,15 +277,13 @@ class Backend:
 
     def why_not(self, layer: LayerSpec, dtype: torch.dtype, use: Use, device: torch.device) -> str | None:
         """A noun for what the backend lacks for this use of a layer, for an error text; None if it lacks nothing."""
-        # The numbers, the cache and the CUDA graph.
+        # The numbers and the cache.
         if dtype not in self.dtypes:
             return str(dtype).removeprefix("torch.")
         if use.scaled and not self.scaled:
             return "caches of 8 bits with scales (kv_cache_dtype='auto' needs none)"
         if use.fp8 and not (self.fp8 or use.scaled):
             return "caches of 8 bits (kv_cache_dtype='auto' needs none)"
-        if use.captured and not (use.compiled or self.uncompiled):
-            return "a form that a CUDA graph can capture uncompiled (compile=True or cuda_graphs=False needs none)"
 
         # The features that the layer needs.
         needs = vars(layer) | {"unequal": layer.key_dim != layer.value_dim}
