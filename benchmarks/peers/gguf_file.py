@@ -1,11 +1,11 @@
-"""A Llama or Gemma 3 in a folder written as a GGUF file without a vocabulary, for engines that read nothing else."""
+"""A Llama, Qwen 3 or Gemma 3 in a folder written as a file without a vocabulary, for engines that read only GGUF."""
 
 from pathlib import Path
 
 import gguf
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, PreTrainedModel, Qwen3Config
 
 NAMES = {
     "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
@@ -15,26 +15,30 @@ NAMES = {
     "mlp.down_proj": "ffn_down",
 }  # fmt: skip
 """Names of modules -> of tensors in the file; in a layer without its prefix."""
-GEMMA3 = NAMES | {
+QWEN3 = NAMES | {"self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm"}
+"""The same for Qwen 3, whose attention has two norms."""
+GEMMA3 = QWEN3 | {
     "post_attention_layernorm": "post_attention_norm", "pre_feedforward_layernorm": "ffn_norm",
-    "post_feedforward_layernorm": "post_ffw_norm", "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
 }  # fmt: skip
-"""The same for Gemma 3, which has four norms in a layer and two in its attention."""
+"""The same for Gemma 3, which has four norms in a layer, too."""
+KINDS = {LlamaConfig: ("llama", NAMES), Qwen3Config: ("qwen3", QWEN3), Gemma3TextConfig: ("gemma3", GEMMA3)}
+"""By the class of a config, llama.cpp's name of the architecture, and the names of its tensors."""
 TYPES = {"float32": gguf.GGMLQuantizationType.F32, "bfloat16": gguf.GGMLQuantizationType.BF16}
 
 
 def write(folder: str | Path, path: Path, dtype: str) -> None:
     """Write the model of a folder. dtype: of its matrices, one of `TYPES`; vectors are of float32.
 
-    ValueError if the model is neither a Llama nor a Gemma 3, or scales its rotary positions.
+    ValueError if the model is none of `KINDS`, or scales its rotary positions; a Llama may, as Llama 3 does.
     """
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     config = model.config
-    is_gemma = isinstance(config, Gemma3TextConfig)
-    ropes = [*config.rope_parameters.values()] if is_gemma else [getattr(config, "rope_parameters", None)]
-    if not isinstance(config, LlamaConfig | Gemma3TextConfig) or any(one["rope_type"] != "default" for one in ropes):
-        raise ValueError(f"model: expected a Llama or a Gemma 3 without scaled positions, got {type(config).__name__}")
-    writer = gguf.GGUFWriter(path, "gemma3" if is_gemma else "llama")
+    known = {"default", "llama3"} if isinstance(config, LlamaConfig) else {"default"}
+    if type(config) not in KINDS or not _rope_types(config) <= known:
+        expected = "a Llama, with scaled positions only as Llama 3's, or a Qwen 3 or a Gemma 3 without"
+        raise ValueError(f"model: expected {expected}, got {type(config).__name__}")
+    writer = gguf.GGUFWriter(path, KINDS[type(config)][0])
     _describe(writer, config)
     for name, tensor in _tensors(model):
         kind = TYPES[dtype] if tensor.dim() == 2 else gguf.GGMLQuantizationType.F32
@@ -45,7 +49,13 @@ def write(folder: str | Path, path: Path, dtype: str) -> None:
     writer.close()
 
 
-def _describe(writer: gguf.GGUFWriter, config: LlamaConfig | Gemma3TextConfig) -> None:
+def _rope_types(config) -> set[str]:
+    """The ways in which a model of `KINDS` scales its rotary positions; Gemma 3 has one for each kind of layer."""
+    ropes = config.rope_parameters
+    return {one["rope_type"] for one in (ropes.values() if isinstance(config, Gemma3TextConfig) else [ropes])}
+
+
+def _describe(writer: gguf.GGUFWriter, config: LlamaConfig | Qwen3Config | Gemma3TextConfig) -> None:
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
@@ -71,9 +81,12 @@ def _describe(writer: gguf.GGUFWriter, config: LlamaConfig | Gemma3TextConfig) -
 def _tensors(model: PreTrainedModel):
     """The names in the file, and the tensors as it has them."""
     config, tied = model.config, model.get_output_embeddings().weight is model.get_input_embeddings().weight
-    is_gemma = isinstance(config, Gemma3TextConfig)
-    names = GEMMA3 if is_gemma else NAMES
-    # llama.cpp turns neighbours in a Llama, and both halves of a head in a Gemma, as transformers does in all models.
+    is_gemma, (_, names) = isinstance(config, Gemma3TextConfig), KINDS[type(config)]
+    if _rope_types(config) == {"llama3"}:  # by what llama.cpp divides the frequencies
+        scaled = model.model.rotary_emb.inv_freq
+        places = torch.arange(len(scaled)) / len(scaled)
+        yield "rope_freqs.weight", config.rope_parameters["rope_theta"] ** -places / scaled
+    # llama.cpp turns neighbours in a Llama, and both halves of a head in others, as transformers does in all models.
     heads = {"self_attn.q_proj": config.num_attention_heads, "self_attn.k_proj": config.num_key_value_heads}
     for key, tensor in model.state_dict().items():
         module, _, leaf = key.rpartition(".")
@@ -85,7 +98,7 @@ def _tensors(model: PreTrainedModel):
             prefix = f"blk.{number}."
         if is_gemma and module.endswith("norm"):
             tensor = tensor + 1  # a norm of Gemma multiplies by 1 + w, that of the file by what is stored
-        elif not is_gemma and module in heads:
+        elif isinstance(config, LlamaConfig) and module in heads:
             tensor = _halves_interleaved(tensor, heads[module])
         yield f"{prefix}{names[module]}.{leaf}", tensor
 

@@ -1,6 +1,7 @@
 """Engines next to ours: each answers the same prompts in a process, in turn; llama.cpp and vLLM are among them."""
 
 import json
+import math
 import sys
 import threading
 import types
@@ -151,7 +152,7 @@ def test_llama_cpp_as_an_engine(monkeypatch, tmp_path):
     sys.modules.pop("benchmarks.peers.on_llama_cpp")
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3"])
 def test_a_model_written_as_gguf_is_the_same_model(name, tmp_path):
     pytest.importorskip("gguf")
     from benchmarks.peers import gguf_file
@@ -159,18 +160,47 @@ def test_a_model_written_as_gguf_is_the_same_model(name, tmp_path):
     model = ADMITTED[name]()
     model.save_pretrained(tmp_path / "model")
     gguf_file.write(tmp_path / "model", tmp_path / "model.gguf", "float32")
-    again = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf", dtype=torch.float32)
+    # From a file of a Qwen 3 transformers does not read how wide a head is.
+    known = dict(config=model.config) if name == "qwen3" else {}
+    again = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf", dtype=torch.float32, **known)
     tensors = again.state_dict()
     assert all(torch.allclose(tensors[name], tensor, rtol=0, atol=1e-6) for name, tensor in model.state_dict().items())
+
+
+LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
+
+
+def scaled(name="llama", **rope):
+    """A model of the tests that scales its rotary positions."""
+    model = ADMITTED[name]()
+    model.config.rope_parameters = {"rope_theta": 10000.0, "original_max_position_embeddings": 64, **rope}
+    return type(model)(model.config)
+
+
+def test_scaled_positions_of_llama_3_are_factors_in_the_file(tmp_path):
+    gguf = pytest.importorskip("gguf")
+    from benchmarks.peers import gguf_file
+
+    scaled(**LLAMA3).save_pretrained(tmp_path / "model")
+    gguf_file.write(tmp_path / "model", tmp_path / "model.gguf", "float32")
+    tensors = {one.name: one.data for one in gguf.GGUFReader(tmp_path / "model.gguf").tensors}
+    # Frequency 10000 ** (-place / 8) turns 64 positions by 10 to 0.01 rounds, of which 4 and more stay, and 1 and less
+    # are divided by 8; between them lies that of 3.2 rounds, of which 0.74 stay as they are.
+    rounds = 64 / (2 * math.pi) * 10000 ** (-torch.arange(8) / 8)
+    share = ((rounds - 1) / 3).clamp(0, 1)
+    torch.testing.assert_close(torch.tensor(tensors["rope_freqs.weight"]), 1 / (share + (1 - share) / 8))
 
 
 def test_other_models_are_not_written_as_gguf(tmp_path):
     pytest.importorskip("gguf")
     from benchmarks.peers import gguf_file
 
-    ADMITTED["gpt2"]().save_pretrained(tmp_path / "other")
-    with pytest.raises(ValueError, match="model: expected a Llama or a Gemma 3 without scaled positions, got GPT2Conf"):
-        gguf_file.write(tmp_path / "other", tmp_path / "other.gguf", "float32")
+    others = {"GPT2Config": ADMITTED["gpt2"](), "LlamaConfig": scaled(rope_type="linear", factor=8.0)}
+    others["Qwen3Config"] = scaled("qwen3", **LLAMA3)
+    for name, model in others.items():
+        model.save_pretrained(tmp_path / name)
+        with pytest.raises(ValueError, match=f"model: expected a Llama, .* or a Qwen 3 or a Gemma 3 .*, got {name}"):
+            gguf_file.write(tmp_path / name, tmp_path / "other.gguf", "float32")
 
 
 def test_settings_are_chosen_by_prompts_that_are_not_measured():
