@@ -90,6 +90,8 @@ def _text(path: Path) -> str:
 
 HUGE_PAGE = 2 << 20
 """Bytes of a huge page."""
+LEAST_BYTES = 1 << 16
+"""Smaller tensors stay in a processor's cache."""
 ADVICE = 14, 25
 """Numbers of Linux: use huge pages from now on (MADV_HUGEPAGE); collapse what is there (MADV_COLLAPSE, since 6.1)."""
 
@@ -102,7 +104,8 @@ def use_huge_pages(tensors: Iterable[Tensor]) -> None:
     of an Intel Xeon). Memory of a file stays as it is.
     """
     if sys.platform == "linux":
-        spans = ((x.data_ptr(), x.data_ptr() + x.nbytes) for x in tensors if x.device.type == "cpu")
+        large = (x for x in tensors if x.device.type == "cpu" and x.nbytes >= LEAST_BYTES)
+        spans = ((x.data_ptr(), x.data_ptr() + x.nbytes) for x in large)
         pages = {page for begin, end in spans for page in range(begin // HUGE_PAGE, -(-end // HUGE_PAGE))}
         for page, advice in itertools.product(sorted(pages), ADVICE):
             ctypes.CDLL(None).madvise(ctypes.c_void_p(page * HUGE_PAGE), ctypes.c_size_t(HUGE_PAGE), advice)
