@@ -107,8 +107,9 @@ def use_huge_pages(tensors: Iterable[Tensor]) -> None:
         large = (x for x in tensors if x.device.type == "cpu" and x.nbytes >= LEAST_BYTES)
         spans = ((x.data_ptr(), x.data_ptr() + x.nbytes) for x in large)
         pages = {page for begin, end in spans for page in range(begin // HUGE_PAGE, -(-end // HUGE_PAGE))}
+        advise = ctypes.CDLL(None).madvise
         for page, advice in itertools.product(sorted(pages), ADVICE):
-            ctypes.CDLL(None).madvise(ctypes.c_void_p(page * HUGE_PAGE), ctypes.c_size_t(HUGE_PAGE), advice)
+            advise(ctypes.c_void_p(page * HUGE_PAGE), ctypes.c_size_t(HUGE_PAGE), advice)
 
 
 # The level of instructions that kernels on a CPU take: the best that it has, or a lower one, as another CPU would.

@@ -95,8 +95,11 @@ def one_launch(name: str, fake: Callable, kernel: str, writes: tuple[str, ...] =
 
             return getattr(trees, kernel)(*arguments, **constants)
 
-        chosen = lambda first: op if first.is_cuda else CPU_KERNELS.get(name, function)  # noqa: E731
-        return functools.wraps(function)(lambda first, *more: chosen(first)(first, *more))
+        @functools.wraps(function)
+        def run(first, *more):
+            return (op if first.is_cuda else CPU_KERNELS.get(name, function))(first, *more)
+
+        return run
 
     return define
 

@@ -29,21 +29,16 @@ SIZE_OF_WARP = 256
 """Offers that one warp of a program compares."""
 
 
-def _sizes(nodes: int, count: int) -> dict[str, int]:
-    """How a kernel is launched for trees of `nodes` nodes over `count` candidates after each."""
-    size = triton.next_power_of_2(nodes * count)
-    return dict(SIZE=size, num_warps=min(max(size // SIZE_OF_WARP, 1), 4))
-
-
 def launch(root: Tensor, tokens: Tensor, logprobs: Tensor, nodes: int) -> tuple[Tensor, Tensor, Tensor]:
     """See `drafters.trees.propose.lattice_tree`."""
     batch, places, count = tokens.shape
+    size = triton.next_power_of_2(nodes * count)
     ids, parents = (root.new_empty(batch, nodes) for _ in range(2))
     scores = torch.empty(batch, nodes, dtype=logprobs.dtype, device=logprobs.device)
     logprobs = logprobs if logprobs.stride(3) == 1 else logprobs.contiguous()  # a table of equal rows may be one row
     lattice_kernel[(batch,)](
         root.contiguous(), tokens.contiguous(), logprobs, ids, parents, scores, places, count, nodes,
-        *logprobs.stride()[:3], **_sizes(nodes, count),
+        *logprobs.stride()[:3], SIZE=size, num_warps=min(max(size // SIZE_OF_WARP, 1), 4),
     )  # fmt: skip
     return ids, parents, scores
 
@@ -64,13 +59,6 @@ def launch_unroll(table: Tensor, root: Tensor, reads: Tensor, nodes: int, levels
 def launch_renew(table: Tensor, tokens: Tensor, logits: Tensor, block: int = BLOCK) -> None:
     """See `drafters.recycle.renew`."""
     top_logits.launch(logits, table.shape[1], 1.0, block, table=table, tokens=tokens.contiguous())
-
-
-@triton.jit
-def _take(offers):
-    """The first of the offers, and the offers without it."""
-    best = tl.min(offers, 0)
-    return best, tl.where(offers == best, 0x7FFFFFFFFFFFFFFF, offers)
 
 
 @triton.jit(do_not_specialize=["places", "nodes"])
@@ -101,7 +89,8 @@ def lattice_kernel(
         offers = tl.where(is_new, loss << 16 | (place * 1024 + number).to(tl.int64), offers)
 
         # Take the best.
-        best, offers = _take(offers)
+        best = tl.min(offers, 0)
+        offers = tl.where(offers == best, 0x7FFFFFFFFFFFFFFF, offers)
         chosen = (best & 1023).to(tl.int32)
         place, candidate = ((best >> 10) & 63).to(tl.int32) + 1, chosen % count
         score = 0.0 - (best >> 16).to(tl.int32).to(tl.float32, bitcast=True)

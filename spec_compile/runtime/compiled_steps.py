@@ -66,9 +66,8 @@ class CompiledSteps:
         """The sizes that the parts here serve."""
         if self._example_shape is not None:
             return self._example_shape
-        rows = self.state.batch
-        any_rows = rows > 1 and rows_vary(self.runtime)
-        return Shape(0 if any_rows else rows, self.state.kv.is_paged)
+        rows = 0 if self.state.batch > 1 and rows_vary(self.runtime) else self.state.batch
+        return Shape(rows, self.state.kv.is_paged)
 
     def round(self, nodes: int) -> Round:
         """The round over `nodes` nodes; its `forward` and `look` take the number again."""

@@ -67,7 +67,8 @@ class Runtime:
     def __post_init__(self) -> None:
         self.guard.raises = self.options.ranks.size > 1
         self.algorithm.take(self.verify)
-        use_huge_pages(tensor for graph in self.graphs for tensor in held_tensors(graph.gm))
+        if not self.on_gpu:  # parts on the host of a GPU are copied, not multiplied
+            use_huge_pages(tensor for graph in self.graphs for tensor in held_tensors(graph.gm))
         self.stats.vocabulary_share = self.algorithm.vocabulary_share
 
     @property

@@ -5,38 +5,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from merged_trees import HEAD, TRIE, arguments, both_sources, check, large
+from recycled import CASES, check_trees, table_of
 
 from spec_compile.contrib.kernels.cpu_trees import learn, merge, unroll
-from spec_compile.drafters import recycle
 from spec_compile.drafters.trees import merge as plain
 from spec_compile.drafters.trees.merge import Drafts
 from spec_compile.kernels.launching import CPU_KERNELS
 
-plain_trees, plain_learning = recycle.unrolled.__wrapped__, plain.learn_from.__wrapped__
-
-
-def table_of(vocab, count, seed, most):
-    """A table of recycled tokens, with ties, empty rows, and candidates that lack."""
-    generator = torch.Generator().manual_seed(seed)
-    ids, bits = (torch.randint(high, (vocab, count), generator=generator) for high in (vocab, most))
-    table = ids << 8 | bits.sort(dim=1).values
-    table[torch.rand(vocab, count, generator=generator) < 0.2] = -1
-    table[torch.rand(vocab, generator=generator) < 0.1] = -1
-    return table.int()
+plain_learning = plain.learn_from.__wrapped__
 
 
 @settings(max_examples=100, deadline=None)
-@given(
-    st.integers(1, 40), st.integers(1, 16), st.integers(1, 5), st.integers(1, 64), st.sampled_from([1, 3, 40, 256]),
-    st.integers(0, 1000),
-)  # fmt: skip
+@given(*CASES)
 def test_recycled_trees(vocab, count, rows, nodes, most, seed):
-    """The bits of the plain form, in slots without a node, too."""
-    nodes = min(nodes, sum(count**level for level in range(recycle.LEVELS + 1)))
-    table, root = table_of(vocab, count, seed, most), torch.randint(vocab, (rows, 2))[:, 0]
-    reads = (torch.arange(2 * rows) % 3 != 2)[::2]
-    for ours, right in zip(unroll(table, root, reads, nodes), plain_trees(table, root, reads, nodes), strict=True):
-        assert ours.dtype == right.dtype and torch.equal(ours, right)
+    check_trees(unroll, vocab, count, rows, nodes, most, seed)
 
 
 def buffers(rows, size):

@@ -12,6 +12,7 @@ import torch
 from batch_requests import collect, running
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from recycled import plain_trees
 
 from spec_compile.compile.trace import trace
 from spec_compile.drafters import recycle
@@ -100,7 +101,7 @@ def test_trees_are_the_best_of_the_table(data, k, nodes):
         table[token, : len(ids)] = torch.tensor([i << 8 | b for i, b in zip(ids, bits)], dtype=torch.int32)
     nodes = min(nodes, sum(k**level for level in range(LEVELS + 1)))
     roots = data.draw(st.lists(st.integers(0, VOCAB - 1), min_size=2, max_size=2))
-    tokens, parents, scores, used = unrolled(table, torch.tensor(roots), torch.ones(2).bool(), nodes)
+    tokens, parents, scores, used = plain_trees(table, torch.tensor(roots), torch.ones(2).bool(), nodes)
     for row in range(2):
         right = slow_tree(known, roots[row], nodes)
         count = int((scores[row] > -INF).sum())

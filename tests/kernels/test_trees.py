@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from merged_trees import HEAD, TRIE, arguments, both_sources, check, large
 from places import GPU, places
+from recycled import CASES, check_trees, plain_trees, table_of
 
 from spec_compile.drafters.recycle import LEVELS, unrolled
 from spec_compile.drafters.trees.merge import (
@@ -22,6 +23,7 @@ from spec_compile.drafters.trees.propose import block_tree, grow_table, lattice_
 from spec_compile.kernels.trees import launch, launch_learn, launch_merge, launch_unroll
 
 PLACES = places(torch.float32)
+plain_learning = learn_from.__wrapped__
 LONG = (3, 2, 15), (2, 16, 40), (15, 16, 64)
 
 
@@ -70,29 +72,13 @@ def test_more_nodes_than_a_lattice_has_are_refused():
         lattice_tree(torch.tensor([1]), torch.arange(4).view(1, 2, 2), torch.zeros(1, 2, 2, 2), 8)
 
 
-def table_of(vocab, count, seed, most):
-    """A table [vocab, count] of recycled tokens: with ties, certain tokens, empty rows, and candidates that lack."""
-    generator = torch.Generator().manual_seed(seed)
-    ids, bits = (torch.randint(high, (vocab, count), generator=generator) for high in (vocab, most))
-    table = ids << 8 | bits.sort(dim=1).values
-    table[torch.rand(vocab, count, generator=generator) < 0.2] = -1
-    table[torch.rand(vocab, generator=generator) < 0.1] = -1
-    return table.int()
-
-
 @settings(max_examples=200 if GPU else 25, deadline=None)
-@given(
-    st.integers(1, 40), st.integers(1, 16), st.integers(1, 5), st.integers(1, 64), st.sampled_from([1, 3, 40, 256]),
-    st.integers(0, 1000),
-)  # fmt: skip
+@given(*CASES)
 def test_recycled_trees_by_the_kernel(place, vocab, count, rows, nodes, most, seed):
-    """The bits of the plain form, in slots without a node, too."""
-    nodes = min(nodes, sum(count**level for level in range(LEVELS + 1)))
-    table, root = table_of(vocab, count, seed, most), torch.randint(vocab, (rows, 2))[:, 0]
-    reads = torch.arange(rows) % 3 != 2
-    got = launch_unroll(*(x.to(place[0]) for x in (table, root, reads)), nodes, LEVELS)
-    for ours, plain in zip(got, unrolled(table, root, reads, nodes), strict=True):
-        assert ours.dtype == plain.dtype and torch.equal(ours.cpu(), plain)
+    def unroll(table, root, reads, nodes):
+        return launch_unroll(*(x.to(place[0]) for x in (table, root, reads.contiguous())), nodes, LEVELS)
+
+    check_trees(unroll, vocab, count, rows, nodes, most, seed)
 
 
 def test_unrolling_as_an_operator():
@@ -115,7 +101,7 @@ def test_recycled_trees_in_a_graph(rows, count, nodes):
         table.copy_(table_of(50000, count, seed, 100))
         root.random_(50000)
         graph.replay()
-        for ours, plain in zip(found, unrolled(table.cpu(), root.cpu(), reads.cpu(), nodes), strict=True):
+        for ours, plain in zip(found, plain_trees(table.cpu(), root.cpu(), reads.cpu(), nodes), strict=True):
             assert torch.equal(ours.cpu(), plain)
 
 
@@ -185,7 +171,7 @@ def test_outcomes_are_learnt_by_the_kernel(place, rows, head, trie, seed):
     found = counts.clone().to(place[0])
     launch_learn(found, [x.to(place[0]) for x in drafts], *(x.to(place[0]) for x in where), size, KEPT)
     right = counts.clone()
-    learn_from(right, drafts, *where, size)
+    plain_learning(right, drafts, *where, size)
     same_counts(found, right)
     assert torch.equal(found.cpu() == counts, right == counts)
 
@@ -242,7 +228,7 @@ def test_learning_and_merging_in_a_graph(rows, size):
             for old, value in zip(ours, new) if isinstance(ours, list) else [(ours, new)]:
                 old.copy_(value)
         right = sources[-1].cpu()
-        learn_from(right, [x.cpu() for x in drafts], *(x.cpu() for x in (begins, lengths, after, text)), size)
+        plain_learning(right, [x.cpu() for x in drafts], *(x.cpu() for x in (begins, lengths, after, text)), size)
         graph.replay()
         torch.testing.assert_close(sources[-1].cpu(), right, rtol=1e-5, atol=1e-6)
         check(rows_now, right, size, *(x.cpu() for x in found), Drafts(*(x.cpu() for x in drafts)), size)

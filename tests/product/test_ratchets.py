@@ -24,7 +24,7 @@ LINES = {
     "compile": 3180,
     "contrib": 5565,
     "drafters": 5464,
-    "kernels": 13452,
+    "kernels": 13446,
     "ngram": 2747,
     "parallel": 828,
     "passes": 3130,

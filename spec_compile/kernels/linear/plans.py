@@ -175,7 +175,8 @@ def plan(outputs: int, inputs: int, processors: int = 132, memory: int = 232_448
     else:
         parts = PARTS.get((outputs, inputs)) or min(max(processors // tiles, 1), max(inputs // 512, 1), 8)
         sizes = SHARED if parts > 1 else OUTPUTS
-        sizes = sizes if elements >= 1 << 23 else BROAD if processors // 2 < tiles and parts == 1 else SHORT
+        if elements < 1 << 23:
+            sizes = BROAD if processors // 2 < tiles and parts == 1 else SHORT
     manner = {"late": AT_ONCE if elements <= 1 << 24 else 1, "prefetch": 4 if elements < 1 << 23 else 1}
     return ProductPlan(parts, tuple(tile._replace(**manner).fitting(memory) for tile in sizes))
 
