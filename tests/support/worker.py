@@ -4,8 +4,11 @@ import atexit
 import functools
 import gc
 import importlib.util
+import itertools
 import logging
 import os
+import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -32,6 +35,8 @@ from toy_graphs import half_on_gpu  # noqa: F401, a fixture
 
 from spec_compile import api
 from spec_compile.capture.admit import admit
+from spec_compile.runtime import session
+from spec_compile.runtime.pipeline import RoundPipeline
 
 captures.share()
 torch.fx.config.do_not_emit_stack_traces = True  # of each call that is traced, which is a sixth of a capture
@@ -80,6 +85,14 @@ def seed():
     """Every test begins with the same random state, and with one thread: a benchmark takes more for itself."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def steps_of_drawn_times(monkeypatch):
+    """Steps take 0.8 to 1.2 ms, whatever they do: no test's rounds depend on what else the machine does meanwhile."""
+    clock = itertools.accumulate(iter(functools.partial(random.Random(0).uniform, 0.8e-3, 1.2e-3), None))
+    monkeypatch.setattr(RoundPipeline, "_now", lambda _: next(clock))
+    monkeypatch.setattr(session, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
 
 
 @functools.cache
