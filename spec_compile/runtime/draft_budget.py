@@ -29,12 +29,14 @@ class RoundCosts:
     host: time that the host takes for a round while another runs on a GPU; a shorter round waits for it.
     longer: time that a round on a GPU takes longer than when its size was measured: all sizes read longer texts now.
     switch: time of the steps between a plain round and one that drafts: catching up, and a proposal.
+    owed: tokens of prompts that the drafter has to process before drafts. by_token: time that each takes.
     """
 
     def __init__(self, batch: int = 1, knee: int = KNEES["cuda"]):
         self.batch, self.knee = batch, knee
         self.measured: dict[int, float] = {}
-        self.host = self.longer = self.switch = 0.0
+        self.host = self.longer = self.switch = self.by_token = 0.0
+        self.owed = 0
 
     def expected(self, nodes: int) -> float:
         """The duration of a round over `nodes` nodes. Between two sizes that have run it is in proportion to the nodes:
@@ -289,6 +291,7 @@ class WholeTreeBudget(DraftBudget):
         super().learn(nodes, trees, seconds)
         record, whole, loss = self.record, self.sizes[-1], self._loss(nodes)
         self._pending = self._next_nodes(nodes)
+        self.costs.owed = self.costs.owed if nodes == 1 else 0
         if not trees:  # no row takes drafts
             return
         groups = [(group.adapter, own) for group, own in by_group(trees).items() if group.confidence == ANY]
@@ -313,8 +316,10 @@ class WholeTreeBudget(DraftBudget):
 
     @property
     def _switch(self) -> float:
-        """Plain rounds that the steps between a plain round and one that drafts cost."""
-        return self.costs.switch / max(self.costs.expected(1), 1e-9) if self.costs.measured else 0.0
+        """Plain rounds that the steps between a plain round and one that drafts cost, and prompts that were put off."""
+        costs = self.costs
+        before_drafts = costs.switch + costs.owed * costs.by_token
+        return before_drafts / max(costs.expected(1), 1e-9) if costs.measured else 0.0
 
     def _loss(self, nodes: int, pending: int | None = None) -> float:
         """The loss of the next round over `nodes` nodes if none is accepted, in plain rounds. pending: see `choose`."""

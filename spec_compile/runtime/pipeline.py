@@ -120,8 +120,12 @@ class RoundPipeline(Generic[S]):
         teaches = nodes == 1 or drafting != 1
         nodes = nodes if nodes == 1 else drafting or nodes
         max_kv_len = session.max_kv_len(longest + nodes)  # guard: slots-of-attention
-        now = self._now()
-        if nodes > 1 or self.late == MOST_LATE:
+        catches_up = nodes > 1 or self.late == MOST_LATE
+        costs, now = session.policies[kind].costs, self._now()
+        if catches_up and session.pay():
+            costs.by_token = moved(costs.by_token, (self._now() - now) / costs.owed)
+            costs.owed, now = costs.owed if nodes > 1 else 0, self._now()  # a trial has to earn it
+        if catches_up:
             self.catch_up(session, longest)
 
         # Trees, if the last round has left none, and the round itself.
@@ -130,7 +134,6 @@ class RoundPipeline(Generic[S]):
             session.propose(max_kv_len)
             self.pending = plan.nodes
             if not self.runtime.on_gpu:
-                costs = session.policies[kind].costs
                 costs.switch = moved(costs.switch, self._now() - now)
                 now = self._now()
         drafted = None if self.tree_size is None else min(nodes, self.pending)
@@ -271,9 +274,12 @@ class Call:
             self._grow(0)
 
         # The drafter may be late by tokens of an earlier call.
-        if session.late and self.past is not None:
-            session.catch_up(session.late_size(session.late), session.max_kv_len(session.capacity))
-        session.late = 0
+        if self.past is not None:
+            session.pay()
+            if session.late:
+                session.catch_up(session.late_size(session.late), session.max_kv_len(session.capacity))
+        costs = session.policies[self._kind].costs
+        session.late, session.owed, costs.owed = 0, [], 0
         if session.ring is not None:
             session.ring.begin()
 
@@ -293,11 +299,14 @@ class Call:
         self._build_rounds(prompt_sizes)
         if self.past is not None and self.past.features is not None and runtime.algorithm.remembers:
             session.prefill_draft(self.past.features, self.past.padding, begins, self._chunks(max(begins)))
+        is_plain = self._first_logits is not None or self._begins_plain
+        puts_off = is_plain and not runtime.on_gpu and runtime.algorithm.remembers  # until a round drafts
         done = max(begins)  # prompts of 9 and 6 tokens, of which the state has 4 and 0: 5 more, and 9 slots are visible
         for size in prompt_sizes:
-            session.prefill(size, session.max_kv_len(done + size))
+            session.prefill(size, session.max_kv_len(done + size), puts_off)
             done += size
-        if self._first_logits is not None or self._begins_plain:
+        costs.owed = sum(prompt_sizes) if puts_off else 0
+        if is_plain:
             self._pipeline.pending = 1
             state.root()
         else:

@@ -153,30 +153,32 @@ class Prefill(nn.Module):
         super().__init__()
         self.model, self.drafter, self.state, self.guard = graph.gm, drafter, state, guard
 
-    def forward(self, size: int, max_kv_len: int, features: list[Tensor] | None = None) -> None:
+    def forward(
+        self, size: int, max_kv_len: int, features: list[Tensor] | None = None, is_for_both: bool = True
+    ) -> list[Tensor]:
         """Process the next `size` tokens of every row; those after a prompt's end are never seen.
 
         features: for each tap the hidden states [B, size, C] of these tokens, if the target has processed them already.
+        is_for_both: False if the drafter will process these tokens later, from the features that are returned then.
         """
         state = self.state
         ids, positions = self.prepare(size)
         if features is None:
             features = self.model(ids, positions, state.lengths, None, state.cache, max_kv_len)
-        self.conclude(size, ids, positions, features, max_kv_len)
+        if is_for_both:
+            self.conclude(size, ids, positions, features, max_kv_len)
+            return []
+        self.advance(size)
+        return features
 
     def catch_up(self, max_kv_len: int, size: int) -> None:
         """The drafter processes the tokens that it is late by, `size` at most: a prompt that ends with the root."""
-        state, numbers = self.state, [self.state.lengths, self.state.prompt_lengths]
-        numbers += [state.kv.states.valid] if state.kv.states.kinds else []
-        before = [each.clone() for each in numbers]
-        state.prompt_lengths.copy_(state.lengths + 1)
-        state.lengths.sub_(state.late)
-        late = state.late_features
-        features = [] if late is None else [late[:, :size, tap].contiguous() for tap in range(late.shape[2])]
-        ids, positions = self.prepare(size)
-        self.conclude(size, ids, positions, features, max_kv_len)
-        for each, value in zip(numbers, before):
-            each.copy_(value)
+        state, late = self.state, self.state.late_features
+        with state.rewound():
+            state.prompt_lengths.copy_(state.lengths + 1)
+            state.lengths.sub_(state.late)
+            features = [] if late is None else [late[:, :size, tap].contiguous() for tap in range(late.shape[2])]
+            self.forward(size, max_kv_len, features)
         state.late.zero_()
 
     def conclude(self, size: int, ids: Tensor, positions: Tensor, features: list[Tensor], max_kv_len: int) -> None:
@@ -184,8 +186,13 @@ class Prefill(nn.Module):
         if state.position_offsets is not None:
             positions = positions - state.position_offsets[:, None]  # a drafter's positions are its slots
         self.guard(self.drafter.prefill, state, ids, positions, features, max_kv_len)
-        ends = torch.maximum(state.prompt_lengths - 1, state.lengths)  # unchanged without a prompt, in warm-up
-        state.lengths.copy_(torch.minimum(state.lengths + size, ends))  # guard: end-of-a-prompt
+        self.advance(size)
+
+    def advance(self, size: int) -> None:
+        """Count `size` more tokens of each prompt, as far as it has them."""
+        lengths = self.state.lengths
+        ends = torch.maximum(self.state.prompt_lengths - 1, lengths)  # unchanged without a prompt, in warm-up
+        lengths.copy_(torch.minimum(lengths + size, ends))  # guard: end-of-a-prompt
 
     def prepare(self, size: int) -> tuple[Tensor, Tensor]:
         """The next `size` tokens of every row and their positions."""

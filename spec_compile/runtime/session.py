@@ -96,6 +96,7 @@ class Session:
     prefill_seconds: duration of a captured prefill, by its size.
     answers: prompt and answer of each row in the last call, which the drafter's cache has, too.
     late: most tokens of these answers that the drafter is late by.
+    owed: prompts that it has to process before: the size of each chunk, `State.lengths` before it, and its features.
     made: the steps so far, oldest first.
     """
 
@@ -124,6 +125,7 @@ class Session:
             self._make_room(slots)
         self.answers: list[tuple[list[int], list[int]]] = []
         self.late, self.is_growing = 0, False
+        self.owed: list[tuple[int, Tensor, list[Tensor]]] = []
 
         # Policies choose the sizes of steps.
         self.prefill_sizes = PREFILL_SIZES[runtime.device.type]
@@ -281,9 +283,22 @@ class Session:
         """True if a step runs without being captured first, or was captured before its parts changed."""
         return not self.captures or (kind, nodes) in self.made or (kind, nodes) in self._forgotten
 
-    def prefill(self, size: int, max_kv_len: int) -> None:
-        """Process the next `size` tokens of every row's prompt."""
-        self.get(StepKind.PREFILL, self._prefill_key(size))(size, max_kv_len)
+    def prefill(self, size: int, max_kv_len: int, puts_off: bool = False) -> None:
+        """Process the next `size` tokens of every row's prompt. puts_off: the drafter processes them only in `pay`."""
+        step = self.get(StepKind.PREFILL, self._prefill_key(size))
+        if puts_off:
+            self.owed.append((size, self.state.lengths.clone(), step(size, max_kv_len, None, False)))
+        else:
+            step(size, max_kv_len)
+
+    def pay(self) -> bool:
+        """Let the drafter process the prompts that `prefill` has put off. Returns False if there are none."""
+        owed, self.owed = self.owed, []
+        for size, lengths, features in owed:
+            with self.state.rewound():
+                self.state.lengths.copy_(lengths)
+                self.get(StepKind.PREFILL)(size, self.max_kv_len(int(lengths.max()) + size), features)
+        return bool(owed)
 
     def prompt_steps(self, sizes: Iterable[int] = ()) -> list[tuple[Kind, int]]:
         """The steps that process prompts in chunks of these sizes; without sizes, all of them."""

@@ -1,5 +1,8 @@
 """State: every buffer that outlives a round, at fixed addresses, for B sequences."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor, nn
 
@@ -87,6 +90,15 @@ class State(nn.Module):
         for name, buffer in list(self.named_buffers(recurse=False)):
             setattr(self, name, getattr(other, name)[: len(buffer)])
         self.kv.share(other.kv)
+
+    @contextmanager
+    def rewound(self) -> Iterator[None]:
+        """A context for the drafter's steps over earlier tokens: at its end all lengths are as before."""
+        numbers = [self.lengths, self.prompt_lengths, *self.kv.states.counts]
+        before = [each.clone() for each in numbers]
+        yield
+        for each, value in zip(numbers, before):
+            each.copy_(value)
 
     def put_off(self, features: list[Tensor], gained: Tensor) -> None:
         """After a round over roots: its tokens are late for the drafter.

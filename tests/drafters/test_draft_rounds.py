@@ -57,17 +57,19 @@ def test_drafts_are_those_of_a_draft_without_a_cache(algorithm, schedule):
     ("algorithm", "schedule"), [("eagle3", "tree"), ("draft_model", "chain"), ("mtp", "tree"), ("eagle", "union")]
 )
 def test_drafts_are_the_same_after_rounds_without_any(monkeypatch, algorithm, schedule):
-    """Of 10 rounds some draft, and verify all drafts or few of them. Those after the others know all tokens.
-
-    A drafter that is late by two tokens catches up at once.
-    """
-    monkeypatch.setattr("spec_compile.runtime.pipeline.MOST_LATE", 2)
-    system, numbers = fast(algorithm, "llama", schedule), itertools.count()
+    """Of 10 rounds some draft, and verify all drafts or few of them. Those after the others know all tokens, also those
+    of a prompt that was put off. A drafter that is late by two, or by 128, tokens catches up at once."""
+    system = fast(algorithm, "llama", schedule)
     nodes = system.speculation.engine.runtime.algorithm.plan.nodes
     few = max(2, nodes // 4)
     pattern = [nodes, 1, 1, nodes, few, nodes, few, few, 1, few, 1, 1, 1]
-    monkeypatch.setattr(WholeTreeBudget, "choose", lambda policy, *known: pattern[next(numbers) % len(pattern)])
-    assert checked_trees(system, algorithm, schedule) >= 4
+    for first, late in ((0, 2), (1, 2), (1, 128)):
+        monkeypatch.setattr("spec_compile.runtime.pipeline.MOST_LATE", late)
+        numbers = itertools.count(first)
+        monkeypatch.setattr(
+            WholeTreeBudget, "choose", lambda *_, numbers=numbers: pattern[next(numbers) % len(pattern)]
+        )
+        assert checked_trees(system, algorithm, schedule) >= 4
 
 
 @torch.no_grad()
