@@ -54,11 +54,6 @@ def _check_norm(x: Tensor, weight: Tensor, residual: Tensor | None = None) -> No
         )
 
 
-@on_gpu(rms_norm)
-def _rms_norm(x, weight, eps, offset) -> Tensor:
-    return launch_norm(x, None, weight, eps, offset)[1]
-
-
 @on_gpu(add_rms_norm)
 def launch_norm(x, residual, weight, eps, offset) -> tuple[Tensor | None, Tensor]:
     """`add_rms_norm` by the kernel, or without a residual `rms_norm`, whose first result is None."""
@@ -81,6 +76,9 @@ def launch_norm(x, residual, weight, eps, offset) -> tuple[Tensor | None, Tensor
         **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
     return total, out
+
+
+on_gpu(rms_norm)(lambda x, weight, eps, offset: launch_norm(x, None, weight, eps, offset)[1])
 
 
 @triton.jit

@@ -15,6 +15,7 @@ from .backends import SDPA, TRITON
 from .base import Backend, Use, attention_calls
 
 log = logging.getLogger("spec_compile")
+_tell = functools.cache(log.warning)  # each text once
 _ON_CPU = () if cpu_attention.BEST is None else (cpu_attention.BACKEND,)
 BACKENDS = {each.name: each for each in (TRITON, *_ON_CPU, SDPA, flashinfer.BACKEND)}
 ROLES = ("prefill", "verify", "draft")
@@ -87,11 +88,6 @@ def choose(use: Use, graph: ModelGraph) -> Backend:
                 f"have {reason}. {advice}"
             )
     return backend
-
-
-@functools.cache
-def _tell(text: str) -> None:
-    log.warning(text)
 
 
 def prepare(graph: ModelGraph) -> str:

@@ -133,13 +133,10 @@ def _linear_chunk(inputs: Inputs, state: Tensor, valid: Tensor) -> tuple[Tensor 
     return (None if q is None else torch.cat(outputs, dim=1)), state
 
 
-def _linear_tree(inputs: Inputs, state: Tensor, ancestors: Tensor) -> Tensor:
-    return _attend(inputs, state, is_ancestor(ancestors))[0].contiguous()
-
-
 DECAY, DELTA = (
     RecurrenceKind(
-        name, kept, constants=(), output=2, chunk=_linear_chunk, tree=_linear_tree,
+        name, kept, constants=(), output=2, chunk=_linear_chunk,
+        tree=lambda inputs, state, ancestors: _attend(inputs, state, is_ancestor(ancestors))[0].contiguous(),
         state=lambda inputs: ((inputs[2].shape[2], inputs[1].shape[3], inputs[2].shape[3]), torch.float32),
     )
     for name, kept in (("decay", (1, 2, 3)), ("delta", (1, 2, 3, 4)))
