@@ -315,6 +315,5 @@ def table_of(entries: list[StoredArtefact], title: str) -> "Table":
         # The first word is the version; torch's commit follows it.
         told = ", ".join(f"{name} {f'{version} '.split()[0]}" for name, version in pairs if version)
         used = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.used))
-        cells = entry.key[:12], model, device, f"{entry.bytes / 1e6:.1f}", used, told
-        table.add_row(*map(Text, cells))
+        table.add_row(*map(Text, (entry.key[:12], model, device, f"{entry.bytes / 1e6:.1f}", used, told)))
     return table

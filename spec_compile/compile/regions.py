@@ -130,7 +130,9 @@ def cut(graph: ModelGraph, least_bytes: int = 0) -> Regions:
     regions, begin = list[Region](), 0
     for end in sorted(ends.values()):
         stretch = nodes[begin:end]
-        if _weight_bytes(graph.gm, stretch) >= least_bytes:
+        products = [node for node in stretch if node.target in PRODUCTS]
+        weights = {source.target for node in products for source in node.all_input_nodes if source.op == "get_attr"}
+        if sum(attribute(graph.gm, name).nbytes for name in weights) >= least_bytes:
             regions.append(_region(graph.gm, stretch))
             begin = end
     if begin < len(nodes):
@@ -139,12 +141,6 @@ def cut(graph: ModelGraph, least_bytes: int = 0) -> Regions:
     for region in regions:
         region.body = shared.setdefault(region.alike, region.body)
     return Regions(graph.gm, regions)
-
-
-def _weight_bytes(gm: fx.GraphModule, nodes: list[fx.Node]) -> int:
-    products = [node for node in nodes if node.target in PRODUCTS]
-    names = {source.target for node in products for source in node.all_input_nodes if source.op == "get_attr"}
-    return sum(attribute(gm, name).nbytes for name in names)
 
 
 def _is_given(node: fx.Node) -> bool:

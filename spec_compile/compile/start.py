@@ -146,20 +146,18 @@ class StartArtefact:
         self.key: str | None = None
         self.why_not = "was started with cache=False"
         """The reason why there is no artefact, a sentence without its subject; "" if there may be one."""
-        if self.stores:
-            self._identify()
-
-    def _identify(self) -> None:
-        """Find the key, or the reason why there is none."""
-        with timed(self.seconds, "load"):
+        if not self.stores:
+            return
+        # Find the key, or the reason why there is none.
+        with timed(seconds, "load"):
             self.why_not = next(self._reasons(), "")
             try:
-                self.key = None if self.why_not else artefact_key((self.model, self.draft), self.options, self.name)
+                self.key = None if self.why_not else artefact_key((model, draft), options, name)
             except Exception as error:
                 self.why_not = f"cannot be described ({error!r})"
         if self.key is None:
             self.why_not = self.why_not or "has hooks that may change values"
-            log.debug("%s starts without an artefact: it %s", type(self.model).__name__, self.why_not)
+            log.debug("%s starts without an artefact: it %s", type(model).__name__, self.why_not)
 
     def _reasons(self) -> Iterator[str]:
         """The reasons why a model cannot have an artefact."""

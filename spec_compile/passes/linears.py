@@ -297,8 +297,7 @@ def _add(
     gm: fx.GraphModule, path: str, nodes: list[fx.Node], part: LowRank, name: str, rows: fx.Node
 ) -> None:  # fmt: skip
     """Add to the one result of a layer. UnsupportedModelError if there is not exactly one, of [B, N, out]."""
-    sizes = [tuple(node.meta["val"].shape[2:]) for node in nodes]
-    if sizes != [(part.up.shape[1],)]:
+    if [tuple(node.meta["val"].shape[2:]) for node in nodes] != [(part.up.shape[1],)]:
         raise UnsupportedModelError(
             f"max_loras: the linear layer {path} is not called once for a tensor [rows, tokens, features], so its "
             "adapters cannot be chosen for each row; leave max_loras out"

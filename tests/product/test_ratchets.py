@@ -18,27 +18,27 @@ PACKAGE = Path(__file__).parents[2] / "spec_compile"
 SOURCES = {".py", ".cpp", ".h", ".cu", ".html"}
 SIDES = {"serve", "train", "tools", "contrib"}
 LINES = {
-    "": 2715,
-    "batching": 3713,
+    "": 2712,
+    "batching": 3710,
     "capture": 4628,
-    "compile": 3180,
-    "contrib": 5565,
-    "drafters": 5464,
-    "kernels": 13392,
-    "ngram": 2747,
+    "compile": 3172,
+    "contrib": 5517,
+    "drafters": 5455,
+    "kernels": 13381,
+    "ngram": 2743,
     "parallel": 828,
-    "passes": 3099,
-    "quantised": 2722,
-    "runtime": 6248,
-    "serve": 7906,
-    "tools": 2223,
-    "train": 4730,
+    "passes": 3092,
+    "quantised": 2717,
+    "runtime": 6240,
+    "serve": 7894,
+    "tools": 2222,
+    "train": 4725,
 }
 """The most lines of a folder, with the folders in it; "" has the files at the top."""
 CORE_FILES = 229
 CIRCLES = 0
 """Groups of modules that import each other in a circle."""
-CALLED_ONCE = 348
+CALLED_ONCE = 339
 """Private functions and methods that are named in one place."""
 PHRASES = {
     r"^\s*\w+(, \w+)*: of\b": 0,

@@ -16,7 +16,7 @@ from ...quantised.rows import rounds_activations
 from .. import ops
 from ..all_reduce import EXCHANGES, all_reduce
 from ..card import card_of
-from ..launching import LIBRARY
+from ..launching import LIBRARY, new_op
 from ..ops import as_rows
 from . import cpu_gemm
 from .plans import MAX_HEAD, ProductPlan, appending, ceil_div, squared_columns
@@ -121,7 +121,7 @@ def plain_product(layer: Product) -> Tensor:
     return out.to(x.dtype)
 
 
-@torch.library.custom_op("spec_compile::product_to_stream", mutates_args=())
+@new_op("product_to_stream", lambda x, weight, bias, residual, norm, offset, *_: empty_stream(residual, norm, offset))
 def product_to_stream(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, norm_weight: Tensor, offset: float,
     scales: Tensor | None = None, kind: str = "", group_name: str = "",
@@ -148,11 +148,6 @@ def product_to_stream(
     else:
         stream = run(replace(layer, after=after), plan)
     return stream.view(residual.shape), after.scaled.view(residual.shape), after.squares
-
-
-@product_to_stream.register_fake
-def _(x, weight, bias, residual, norm_weight, offset, scales=None, kind="", group_name=""):
-    return empty_stream(residual, norm_weight, offset)
 
 
 def empty_stream(residual: Tensor, norm_weight: Tensor, offset: float) -> tuple[Tensor, Tensor, Tensor]:
