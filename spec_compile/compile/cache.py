@@ -7,7 +7,6 @@ file or none, and no process waits for another. Whatever goes wrong is a line in
 
 import hashlib
 import json
-import logging
 import os
 import re
 import secrets
@@ -19,6 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ..errors import log
 from ..folders import cache_folder, foreign, is_foreign, make_folder
 
 if TYPE_CHECKING:
@@ -43,7 +43,6 @@ COMPILED = ".part"
 """The names of items that hold compiled code end so."""
 ABOUT = "about"
 """The item that describes an artefact to readers: a JSON object."""
-log = logging.getLogger("spec_compile")
 
 
 class StoredArtefact(NamedTuple):

@@ -7,7 +7,6 @@ without Dynamo to bytes that every process loads in milliseconds. Texts and byte
 import functools
 import hashlib
 import json
-import logging
 import operator
 import threading
 from collections import Counter, deque
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 from torch._functorch import config as functorch_config
 
 from ..compat import COMPILE_LOCK, CPU_OPTIONS, GPU_OPTIONS, TORCH, forget_shapes, use_own_caches
+from ..errors import log
 from .serialise import Row, graph_of
 from .trace import Source, Spec, fakes, inputs_of, trace
 from .workers import CompileWorkers
@@ -32,7 +32,6 @@ ALWAYS = {"triton.autotune_at_compile_time": False}
 """Options of every part. `standalone_compile` would time Triton's kernels while it compiles them, during other work."""
 PLAIN = (bool, int, float, type(None))
 """Types of the constants in a part's result."""
-log = logging.getLogger("spec_compile")
 
 counts: Counter[str] = Counter()
 """Parts of this process since it began: those "traced", "compiled" here, and "loaded" from bytes."""

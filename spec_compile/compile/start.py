@@ -6,7 +6,6 @@ An entry that is damaged, of another format or wrong is set aside with a line in
 import hmac
 import itertools
 import json
-import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -25,7 +24,7 @@ from ..capture.experts import library_tensors
 from ..capture.quantised import QuantisedLinear, packed_experts, packed_layers
 from ..capture.yardstick import compare_logits, compare_rounding, has_half, in_float32, in_float32_if_possible
 from ..config import Options
-from ..errors import UnsupportedModelError
+from ..errors import UnsupportedModelError, log
 from ..folders import cache_folder, user_secret
 from ..graph import ModelGraph, attribute
 from ..inventory import configs_of, held, held_parameters, held_tensors
@@ -46,7 +45,6 @@ PREFIX = 17
 """Tokens of the quick check before its tree."""
 PARENTS = [-1, 0, 0, 1, 2, 3, 4]
 """Its tree: two paths of four nodes, 0, 1, 3, 5 and 0, 2, 4, 6."""
-log = logging.getLogger("spec_compile")
 
 
 @dataclass

@@ -18,21 +18,21 @@ PACKAGE = Path(__file__).parents[2] / "spec_compile"
 SOURCES = {".py", ".cpp", ".h", ".cu", ".html"}
 SIDES = {"serve", "train", "tools", "contrib"}
 LINES = {
-    "": 2712,
-    "batching": 3710,
-    "capture": 4628,
-    "compile": 3172,
+    "": 2711,
+    "batching": 3704,
+    "capture": 4611,
+    "compile": 3166,
     "contrib": 5517,
     "drafters": 5455,
-    "kernels": 13381,
+    "kernels": 13378,
     "ngram": 2743,
     "parallel": 828,
     "passes": 3092,
     "quantised": 2717,
-    "runtime": 6240,
-    "serve": 7894,
+    "runtime": 6231,
+    "serve": 7883,
     "tools": 2222,
-    "train": 4725,
+    "train": 4722,
 }
 """The most lines of a folder, with the folders in it; "" has the files at the top."""
 CORE_FILES = 229

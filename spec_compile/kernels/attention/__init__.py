@@ -6,15 +6,13 @@ All write the same cache, so prefill, verification and drafts may each use anoth
 """
 
 import functools
-import logging
 
-from ...errors import UnsupportedModelError, did_you_mean
+from ...errors import UnsupportedModelError, did_you_mean, log
 from ...graph import ModelGraph
 from . import cpu_attention, flashinfer
 from .backends import SDPA, TRITON
 from .base import Backend, Use, attention_calls
 
-log = logging.getLogger("spec_compile")
 _tell = functools.cache(log.warning)  # each text once
 _ON_CPU = () if cpu_attention.BEST is None else (cpu_attention.BACKEND,)
 BACKENDS = {each.name: each for each in (TRITON, *_ON_CPU, SDPA, flashinfer.BACKEND)}
