@@ -293,9 +293,7 @@ def _input_of(node: fx.Node) -> fx.Node | None:
     return product.args[0] if str(product.args[1]).startswith(MERGED) == (product is not node) else None
 
 
-def _add(
-    gm: fx.GraphModule, path: str, nodes: list[fx.Node], part: LowRank, name: str, rows: fx.Node
-) -> None:  # fmt: skip
+def _add(gm: fx.GraphModule, path: str, nodes: list[fx.Node], part: LowRank, name: str, rows: fx.Node) -> None:
     """Add to the one result of a layer. UnsupportedModelError if there is not exactly one, of [B, N, out]."""
     if [tuple(node.meta["val"].shape[2:]) for node in nodes] != [(part.up.shape[1],)]:
         raise UnsupportedModelError(

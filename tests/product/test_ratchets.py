@@ -18,21 +18,21 @@ PACKAGE = Path(__file__).parents[2] / "spec_compile"
 SOURCES = {".py", ".cpp", ".h", ".cu", ".html"}
 SIDES = {"serve", "train", "tools", "contrib"}
 LINES = {
-    "": 2711,
+    "": 2709,
     "batching": 3704,
     "capture": 4611,
     "compile": 3166,
     "contrib": 5517,
-    "drafters": 5455,
-    "kernels": 13378,
+    "drafters": 5450,
+    "kernels": 13366,
     "ngram": 2743,
     "parallel": 828,
-    "passes": 3092,
+    "passes": 3090,
     "quantised": 2717,
-    "runtime": 6231,
-    "serve": 7883,
+    "runtime": 6229,
+    "serve": 7881,
     "tools": 2222,
-    "train": 4722,
+    "train": 4720,
 }
 """The most lines of a folder, with the folders in it; "" has the files at the top."""
 CORE_FILES = 229
