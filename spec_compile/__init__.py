@@ -21,9 +21,7 @@ __all__ = [
     "load_mxfp4", "speculate", "train_draft", "train_while_serving",
 ]  # fmt: skip
 __version__ = "0.2.0"
-_SIDES = {
-    "audit": "tools.audit", "dump": "tools.explain", "train_draft": "train", "train_while_serving": "train"
-}  # fmt: skip
+_SIDES = {"audit": "tools.audit", "dump": "tools.explain", "train_draft": "train", "train_while_serving": "train"}
 """Public names that a start does not import, and their modules."""
 
 

@@ -3,7 +3,6 @@
 import dataclasses
 import gc
 import inspect
-import logging
 import reprlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -35,7 +34,7 @@ from .compile.start import PURPOSES, Start, StartArtefact, opened_artefacts, tim
 from .config import Options, parse_options
 from .drafters import ALGORITHMS, build, check_draft, describe_options, parse_algorithm
 from .drafting import Algorithm
-from .errors import UnsupportedModelError, check_int
+from .errors import UnsupportedModelError, check_int, log
 from .graph import ModelGraph
 from .inventory import configs_of
 from .kernels.cpu import fit_threads
@@ -47,8 +46,6 @@ from .runtime.engine import Engine
 from .runtime.session import StepKind
 from .runtime.state import MOST_LATE
 from .stats import Stats
-
-log = logging.getLogger("spec_compile")
 
 
 def speculate(model: PreTrainedModel, algo: str = "ngram", **options: Any) -> PreTrainedModel:

@@ -1,7 +1,6 @@
 """The ``torch.compile`` backend "spec", which runs our passes on a forward that Dynamo has traced, then Inductor."""
 
 import functools
-import logging
 import math
 import warnings
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from . import kernels
 from .compat import INDUCTOR_OPTIONS, backend_of, brief_operators, use_own_caches
 from .compile.replay import Replays
 from .config import parse_options
+from .errors import log
 from .graph import PassReport, calls
 from .kernels.linear import linear_layers
 from .passes.apply import apply
@@ -38,7 +38,6 @@ GENERATE = (
     'spec_compile.speculate(model, algo=...).generate() speculates; model.compile(backend="spec") compiles the '
     "forward that transformers' loop calls."
 )
-log = logging.getLogger("spec_compile")
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,11 @@
-"""The exceptions of this package, and the checks and the did-you-mean that messages share."""
+"""The exceptions and the logger of this package, and the checks and the did-you-mean that messages share."""
 
 import difflib
+import logging
 import math
 from collections.abc import Iterable
+
+log = logging.getLogger("spec_compile")
 
 
 class UnsupportedModelError(ValueError):

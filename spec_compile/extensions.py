@@ -34,8 +34,7 @@ def load(name: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name != full:
             raise
-    path = installed(name)
-    spec = importlib.util.spec_from_file_location(full, path)
+    spec = importlib.util.spec_from_file_location(full, installed(name))
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return sys.modules.setdefault(full, module)

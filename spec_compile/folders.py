@@ -4,7 +4,6 @@ import atexit
 import errno
 import functools
 import grp
-import logging
 import os
 import pwd
 import secrets
@@ -15,9 +14,10 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from .errors import log
+
 MOST_LINKS = 40
 """Links on the way to a folder, as in Linux."""
-log = logging.getLogger("spec_compile")
 _substitutes: dict[tuple[int, str], Path] = {}
 """Temporary folders by process and by the folder that could not be used."""
 

@@ -1,6 +1,5 @@
 """`Manager`: transformers' continuous batching over our rounds."""
 
-import logging
 import os
 import queue
 import threading
@@ -20,7 +19,7 @@ from transformers.generation.continuous_batching.continuous_api import (
 )
 from transformers.generation.continuous_batching.utils import WorkloadHints
 
-from ..errors import RequestError
+from ..errors import RequestError, log
 from ..runtime.generate import SpeculativeMixin
 from ..runtime.verify.sample import RowSettings
 from .intake import Intake, child_name
@@ -29,8 +28,6 @@ from .output import Output
 from .request_options import check_config
 from .scheduler import take_scheduler
 from .sequence import BatchSequence
-
-log = logging.getLogger("spec_compile")
 
 IDLE = 0.1
 """Seconds after which an idle thread looks whether it is to stop."""

@@ -1,6 +1,5 @@
 """Keys and values of earlier texts for new prompts: pages of the pool that stay for them, and copies on the host."""
 
-import logging
 import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -13,6 +12,7 @@ import numpy as np
 
 from ..cache import PAGE
 from ..capture.weights import WeightValues
+from ..errors import log
 from ..runtime.round import PREFILL_SIZES, common_end
 from ..runtime.runtime import PrefixBudget, Runtime
 from .pages import Pages, pages_of
@@ -27,7 +27,6 @@ TIERS = "device", "host"
 Key = bytes
 """Tokens of a page, or a scope; see `PrefixCache`."""
 
-log = logging.getLogger("spec_compile")
 
 LEAST = 16
 """A beginning of fewer tokens is computed again rather than copied. Other clients' texts begin like a prompt in
@@ -208,8 +207,7 @@ class PrefixCache:
 
     def _newest(self, chain: list[Block], scope: Key) -> Iterator[Block]:
         """The newest blocks after a chain."""
-        after = self._after.get(chain[-1] if chain else scope, {})
-        return islice(reversed(after), COMPARED)
+        return islice(reversed(self._after.get(chain[-1] if chain else scope, {})), COMPARED)
 
     def _alike(self, block: Block, rest: Key, begin: int, client: str) -> int:
         """The first slots of a block from slot `begin` of its text on that serve a text that goes on with `rest`."""

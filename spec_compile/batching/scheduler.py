@@ -1,6 +1,5 @@
 """Between two rounds requests leave, wait, have their prompts processed, and enter, as far as there are pages."""
 
-import logging
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from itertools import count
@@ -11,6 +10,7 @@ from transformers.generation.continuous_batching.utils import WorkloadHints
 from ..cache import PAGE
 from ..capture.loras import BASE, NO_ADAPTER, Loras
 from ..capture.weights import WeightValues
+from ..errors import log
 from ..parallel.messages import pack, unpack
 from ..runtime.compiled_steps import build_compiled
 from ..runtime.engine import Engine
@@ -21,8 +21,6 @@ from .pages import OutOfPages, Pages, Sizes, choose_sizes, row_pages, wanted_slo
 from .prefill import PrefillRows
 from .prefix_cache import PrefixCache
 from .sequence import BatchSequence, FollowerRequest, FollowerSequence, RoundChange
-
-log = logging.getLogger("spec_compile")
 
 KEPT = 256
 """Tokens that an answer has gained whenever its text so far is kept for others. A text is read anew for that."""

@@ -4,7 +4,6 @@ A GPU without bfloat16 serves float16 in its place.
 """
 
 import importlib.util
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -15,7 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.generation import GenerationMixin
 
 from ..config import promises_bits
-from ..errors import UnsupportedModelError
+from ..errors import UnsupportedModelError, log
 from ..inventory import configs_of, held, held_parameters
 from ..kernels import HALF
 from ..kernels.card import OLDEST, card_of
@@ -23,8 +22,6 @@ from ..quantised.codes import class_path
 from .changes import effects
 from .quantised import admit_quantisation, embedded_tokens, output_matrix, refuse
 from .recurrences import ATTENTION, has_recurrences, layer_types, parts_of
-
-log = logging.getLogger("spec_compile")
 
 DTYPES = {torch.float32, torch.float64, torch.bfloat16, torch.float16}
 LOAD = "load it again on a single device: without device_map, or with device_map='cuda:0' or 'cpu'"

@@ -10,7 +10,6 @@ So a difference in 16 bits on one text proves nothing, nor does any in a mixture
 differs on each of several texts.
 """
 
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
@@ -24,7 +23,7 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.generation import GenerationMixin
 
 from ..cache import ROUNDED, Cache
-from ..errors import UnsupportedModelError
+from ..errors import UnsupportedModelError, log
 from ..graph import ModelGraph, calls
 from ..kernels.recurrence.kinds import BLOCK
 from ..kernels.together import compile_together
@@ -42,8 +41,6 @@ from .yardstick import (
     in_float32,
     in_float32_if_possible,
 )
-
-log = logging.getLogger("spec_compile")
 
 TEXTS = 4
 """Random texts that a model may be checked on."""

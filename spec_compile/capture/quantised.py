@@ -4,7 +4,6 @@ A dtype says little here: GPTQ and AWQ keep their weights in buffers, torchao's 
 method that transformers does not know leaves weights that were never scaled.
 """
 
-import logging
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -13,15 +12,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from .. import quantised
-from ..errors import UnsupportedModelError
+from ..errors import UnsupportedModelError, log
 from ..inventory import set_in_configs
 from ..kernels.linear import QUANTISED, hold_packed
 from ..parallel.slices import whole
 from .copies import shared_copy
 from .experts import IMPLEMENTATION, SELECTOR, are_mxfp4, are_packed, library_tensors, mark_mxfp4
 from .ranks import Fake, fake_copy, is_sharded
-
-log = logging.getLogger("spec_compile")
 
 READ = {
     "fp8": "fine-grained FP8", "compressed-tensors": "compressed-tensors", "gptq": "GPTQ", "awq": "AWQ",

@@ -1,6 +1,5 @@
 """Weights in fewer bits from the load on: ``weights`` rounds a model's layers, `load_gguf` keeps the bits of a file."""
 
-import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GgufConfig, PreTrainedModel
 from transformers.utils import cached_file
 
-from ..errors import UnsupportedModelError
+from ..errors import UnsupportedModelError, log
 from ..kernels.linear import for_few_rows
 from ..quantised import gguf, rounded
 from ..quantised.codes import WEIGHTS, Packed, UnreadError
@@ -21,8 +20,6 @@ from .admit import Inventory
 from .experts import FROM_HUB
 from .quantised import QuantisedLinear, RoundedHead
 from .ranks import is_sharded
-
-log = logging.getLogger("spec_compile")
 
 READ_BY_OTHERS = ("dt_proj",)
 """Names of layers whose weights the module around them reads (Mamba's time steps)."""

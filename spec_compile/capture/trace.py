@@ -1,6 +1,5 @@
 """Capture: one cache-free trace of a Hugging Face causal LM, with one marker node per attention layer."""
 
-import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -13,7 +12,7 @@ from torch._dynamo import config as dynamo
 from transformers import PreTrainedModel
 
 from ..compat import attention_implementation
-from ..errors import UnsupportedModelError
+from ..errors import UnsupportedModelError, log
 from ..graph import LayerSpec, ModelGraph, attribute, calls
 from ..kernels import ops
 from ..passes.outputs import FINAL
@@ -27,7 +26,6 @@ from .quantised import QuantisedLinear, embedded_tokens, mark, marked_fake_copy,
 from .ranks import bind, is_sharded
 from .recurrences import check_layers
 
-log = logging.getLogger("spec_compile")
 IMPLEMENTATION = "spec_compile"
 HARMLESS = {
     "position_ids",

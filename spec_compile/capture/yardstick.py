@@ -6,7 +6,6 @@ the model's noise, and another distance may be a few times as large.
 """
 
 import functools
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 
@@ -16,14 +15,12 @@ from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import quantised
-from ..errors import UnsupportedModelError
+from ..errors import UnsupportedModelError, log
 from ..graph import ModelGraph
 from ..kernels import HALF
 from ..kernels.launching import plain_kernels
 from ..kernels.linear import PRODUCT, PRODUCTS
 from .recurrences import unrounded_decays
-
-log = logging.getLogger("spec_compile")
 
 # Limits of the checks.
 TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3}

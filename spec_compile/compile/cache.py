@@ -7,7 +7,6 @@ file or none, and no process waits for another. Whatever goes wrong is a line in
 
 import hashlib
 import json
-import logging
 import os
 import re
 import secrets
@@ -19,6 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ..errors import log
 from ..folders import cache_folder, foreign, is_foreign, make_folder
 
 if TYPE_CHECKING:
@@ -43,7 +43,6 @@ COMPILED = ".part"
 """The names of items that hold compiled code end so."""
 ABOUT = "about"
 """The item that describes an artefact to readers: a JSON object."""
-log = logging.getLogger("spec_compile")
 
 
 class StoredArtefact(NamedTuple):
@@ -315,6 +314,5 @@ def table_of(entries: list[StoredArtefact], title: str) -> "Table":
         # The first word is the version; torch's commit follows it.
         told = ", ".join(f"{name} {f'{version} '.split()[0]}" for name, version in pairs if version)
         used = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.used))
-        cells = entry.key[:12], model, device, f"{entry.bytes / 1e6:.1f}", used, told
-        table.add_row(*map(Text, cells))
+        table.add_row(*map(Text, (entry.key[:12], model, device, f"{entry.bytes / 1e6:.1f}", used, told)))
     return table

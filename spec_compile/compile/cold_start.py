@@ -1,7 +1,6 @@
 """`ColdStart`: rounds run eagerly until their parts are compiled in the background, by a thread between calls."""
 
 import atexit
-import logging
 import threading
 import time
 import weakref
@@ -14,6 +13,7 @@ import torch
 from .. import forks
 from ..compat import COMPILE_LOCK, check_compiler
 from ..config import Options
+from ..errors import log
 from . import workers
 from .part import Part, Parts, Shape, get_ready_to_load, recording
 from .replay import patient
@@ -26,7 +26,6 @@ PATIENCE = 1.0
 """Seconds to wait for a turn of one engine before looking at the next."""
 LAST_SECONDS = 10.0
 """Longest wait for the thread's work when Python ends."""
-log = logging.getLogger("spec_compile")
 
 
 def compiles_at_once(options: Options) -> bool:

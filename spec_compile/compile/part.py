@@ -7,7 +7,6 @@ without Dynamo to bytes that every process loads in milliseconds. Texts and byte
 import functools
 import hashlib
 import json
-import logging
 import operator
 import threading
 from collections import Counter, deque
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 from torch._functorch import config as functorch_config
 
 from ..compat import COMPILE_LOCK, CPU_OPTIONS, GPU_OPTIONS, TORCH, forget_shapes, use_own_caches
+from ..errors import log
 from .serialise import Row, graph_of
 from .trace import Source, Spec, fakes, inputs_of, trace
 from .workers import CompileWorkers
@@ -32,7 +32,6 @@ ALWAYS = {"triton.autotune_at_compile_time": False}
 """Options of every part. `standalone_compile` would time Triton's kernels while it compiles them, during other work."""
 PLAIN = (bool, int, float, type(None))
 """Types of the constants in a part's result."""
-log = logging.getLogger("spec_compile")
 
 counts: Counter[str] = Counter()
 """Parts of this process since it began: those "traced", "compiled" here, and "loaded" from bytes."""
@@ -195,8 +194,7 @@ class Part:
             counts["traced"] += 1
             self.describe(sources, result)
             options = CPU_OPTIONS if compiler.device.type == "cpu" else GPU_OPTIONS
-            job = job_of(rows, specs, options, compiler.threads)
-            compiler.parts.provide(self, job, self._digest(arguments))
+            compiler.parts.provide(self, job_of(rows, specs, options, compiler.threads), self._digest(arguments))
 
     def _digest(self, arguments: tuple) -> str:
         """By which a later process finds what such a first call was traced and compiled to."""
@@ -318,8 +316,7 @@ class Parts:
         """Load the part, or let the workers compile it. call: by which later processes `recall` it."""
         key = digest_of(job)
         if self.store is not None and self.identity:
-            content = {"part": key, "sources": part.sources, "result": part.result}
-            self.store.write(call, json.dumps(content).encode())
+            self.store.write(call, json.dumps({"part": key, "sources": part.sources, "result": part.result}).encode())
         data = None if self.store is None else self.store.read(key)
         function = None if data is None else _loaded(data)
         if function is None and self.workers is not None:

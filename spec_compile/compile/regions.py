@@ -10,14 +10,14 @@ from torch import Tensor, fx, nn
 from torch.fx.node import map_arg
 
 from ..graph import ModelGraph, attribute, is_size, owner
-from ..kernels import experts
-from ..kernels.linear import is_product
+from ..kernels import experts, linear
 from .part import PartCompiler
 from .serialise import name_of
 
 LEAST_BYTES = {"cpu": 50_000_000, "cuda": 0}
 """Least weight bytes of a compiled region. On a CPU its call costs 0.1 to 0.2 milliseconds, a few per cent of the time
 to read these bytes. On a GPU one captured graph replays all regions."""
+PRODUCTS = {*linear.PRODUCTS, *experts.PRODUCTS}
 
 
 @dataclass
@@ -117,7 +117,7 @@ def cut(graph: ModelGraph, least_bytes: int = 0) -> Regions:
     ends = {}
     for index, node in enumerate(nodes):
         layer = re.match(r".*?\.\d+(?=\.)", owner(node))
-        if (is_product(node) or node.target in experts.PRODUCTS) and layer:
+        if node.target in PRODUCTS and layer:
             end = index + 1  # after the getitem nodes that follow a node with several results
             while end < len(nodes) and nodes[end].target is operator.getitem and nodes[end].args[0] is node:
                 end += 1
@@ -130,7 +130,9 @@ def cut(graph: ModelGraph, least_bytes: int = 0) -> Regions:
     regions, begin = list[Region](), 0
     for end in sorted(ends.values()):
         stretch = nodes[begin:end]
-        if _weight_bytes(graph.gm, stretch) >= least_bytes:
+        products = [node for node in stretch if node.target in PRODUCTS]
+        weights = {source.target for node in products for source in node.all_input_nodes if source.op == "get_attr"}
+        if sum(attribute(graph.gm, name).nbytes for name in weights) >= least_bytes:
             regions.append(_region(graph.gm, stretch))
             begin = end
     if begin < len(nodes):
@@ -139,12 +141,6 @@ def cut(graph: ModelGraph, least_bytes: int = 0) -> Regions:
     for region in regions:
         region.body = shared.setdefault(region.alike, region.body)
     return Regions(graph.gm, regions)
-
-
-def _weight_bytes(gm: fx.GraphModule, nodes: list[fx.Node]) -> int:
-    products = [node for node in nodes if is_product(node) or node.target in experts.PRODUCTS]
-    names = {source.target for node in products for source in node.all_input_nodes if source.op == "get_attr"}
-    return sum(attribute(gm, name).nbytes for name in names)
 
 
 def _is_given(node: fx.Node) -> bool:

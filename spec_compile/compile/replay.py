@@ -3,7 +3,6 @@
 import functools
 import gc
 import itertools
-import logging
 import operator
 import time
 from collections.abc import Callable, Hashable, Iterator
@@ -15,12 +14,12 @@ import torch
 from torch import Tensor
 
 from ..compat import tensors_in
+from ..errors import log
 
 if TYPE_CHECKING:
     from torch.cuda import _POOL_HANDLE as Pool
 
 T = TypeVar("T")
-log = logging.getLogger("spec_compile")
 WARM_UPS = 2
 AROUND: list[Callable[..., AbstractContextManager]] = []
 """Contexts of captures, of (graph, stream, pool), which give a function of the launch; `contrib` adds some."""

@@ -6,7 +6,6 @@ An entry that is damaged, of another format or wrong is set aside with a line in
 import hmac
 import itertools
 import json
-import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -25,7 +24,7 @@ from ..capture.experts import library_tensors
 from ..capture.quantised import QuantisedLinear, packed_experts, packed_layers
 from ..capture.yardstick import compare_logits, compare_rounding, has_half, in_float32, in_float32_if_possible
 from ..config import Options
-from ..errors import UnsupportedModelError
+from ..errors import UnsupportedModelError, log
 from ..folders import cache_folder, user_secret
 from ..graph import ModelGraph, attribute
 from ..inventory import configs_of, held, held_parameters, held_tensors
@@ -46,7 +45,6 @@ PREFIX = 17
 """Tokens of the quick check before its tree."""
 PARENTS = [-1, 0, 0, 1, 2, 3, 4]
 """Its tree: two paths of four nodes, 0, 1, 3, 5 and 0, 2, 4, 6."""
-log = logging.getLogger("spec_compile")
 
 
 @dataclass
@@ -146,20 +144,18 @@ class StartArtefact:
         self.key: str | None = None
         self.why_not = "was started with cache=False"
         """The reason why there is no artefact, a sentence without its subject; "" if there may be one."""
-        if self.stores:
-            self._identify()
-
-    def _identify(self) -> None:
-        """Find the key, or the reason why there is none."""
-        with timed(self.seconds, "load"):
+        if not self.stores:
+            return
+        # Find the key, or the reason why there is none.
+        with timed(seconds, "load"):
             self.why_not = next(self._reasons(), "")
             try:
-                self.key = None if self.why_not else artefact_key((self.model, self.draft), self.options, self.name)
+                self.key = None if self.why_not else artefact_key((model, draft), options, name)
             except Exception as error:
                 self.why_not = f"cannot be described ({error!r})"
         if self.key is None:
             self.why_not = self.why_not or "has hooks that may change values"
-            log.debug("%s starts without an artefact: it %s", type(self.model).__name__, self.why_not)
+            log.debug("%s starts without an artefact: it %s", type(model).__name__, self.why_not)
 
     def _reasons(self) -> Iterator[str]:
         """The reasons why a model cannot have an artefact."""

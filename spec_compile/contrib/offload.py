@@ -32,7 +32,7 @@ from ..graph import LAYER, ModelGraph, attribute, calls, layer_of
 from ..inventory import configs_of
 from ..kernels import experts
 from ..kernels.card import card_of
-from ..kernels.launching import on_gpu, op_with_kernel
+from ..kernels.launching import new_op, on_gpu, op_with_kernel
 from ..passes import linears, register, row_invariance
 from ..quantised.codes import class_path
 
@@ -63,7 +63,7 @@ class Offloaded(NamedTuple):
     place: str
 
 
-@torch.library.custom_op("spec_compile::fetch", mutates_args=())
+@new_op("fetch", lambda held, device: torch.empty_like(held, device=device))
 def fetch(held: Tensor, device: str) -> Tensor:
     """A copy on a device. From pinned memory it is made in the order of the stream, also by a CUDA graph."""
     return room_for(held, device).copy_(held, non_blocking=True)
@@ -78,11 +78,6 @@ def room_for(held: Tensor, device: str | torch.device) -> Tensor:
             f"{device} has no {held.nbytes / 1e9:.3f} GB left for offloaded weights that a layer fetches; free some of "
             "its memory, or pass a smaller max_cache_len"
         ) from error
-
-
-@fetch.register_fake
-def _(held, device):
-    return torch.empty_like(held, device=device)
 
 
 @op_with_kernel("fetch_experts", lambda held, ids: torch.empty_like(held, device=ids.device))
@@ -118,9 +113,9 @@ class _Fetches:
 
 
 @functools.cache
-def _fetching(cls: type) -> type:
-    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
-    return type(cls.__name__, (_Fetches, cls), names)
+def behind(front: type, cls: type) -> type:
+    """A class like `cls` with another in front of it."""
+    return type(cls.__name__, (front, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__})
 
 
 # The copy.
@@ -346,7 +341,7 @@ def _place(
         holder[each.name] = placed = made[id(value)]
         if id(each) in ids:
             vars(part).update(fetched=(*vars(part).get("fetched", ()), each.name), fetches_to=str(device))
-            part.__class__ = part.__class__ if isinstance(part, _Fetches) else _fetching(type(part))
+            part.__class__ = part.__class__ if isinstance(part, _Fetches) else behind(_Fetches, type(part))
         if id(each) in ids or device.type == "cpu":
             PLACES[placed] = each.place
     for pair in (getattr(copied, "all_tied_weights_keys", None) or {}).items():  # each may have a file

@@ -23,7 +23,7 @@ from itertools import groupby
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 from torch.utils.weak import WeakIdKeyDictionary
 from transformers import PreTrainedModel
 
@@ -36,9 +36,9 @@ from ..graph import ModelGraph, attribute, calls, is_size
 from ..inventory import held, held_tensors
 from ..kernels import HALF, ops
 from ..kernels.card import card_of
-from ..kernels.launching import on_gpu
+from ..kernels.launching import new_op, on_gpu
 from ..passes import register, row_invariance
-from .offload import check_known, device_of, hooks_of, unhooked
+from .offload import behind, check_known, device_of, hooks_of, unhooked
 
 HOMES = WeakIdKeyDictionary()
 """Parameters and buffers of models in place, each with its device as text; on a CPU it only stands for a device."""
@@ -62,15 +62,10 @@ def to_device(x: Tensor, device: torch.device) -> Tensor:
     return there
 
 
-@torch.library.custom_op("spec_compile::move", mutates_args=())
+@new_op("move", lambda x, device: torch.empty_like(x, device="cpu" if x.device.type == "cpu" else device))
 def move(x: Tensor, device: str) -> Tensor:
     """A copy of x on a device. On a CPU, where a device's name only stands for one, it stays there."""
     return x.clone() if x.device.type == "cpu" or x.device == (to := torch.device(device)) else to_device(x, to)
-
-
-@move.register_fake
-def _(x, device):
-    return torch.empty_like(x, device="cpu" if x.device.type == "cpu" else device)
 
 
 def moved(x: Tensor | None, device: str) -> Tensor | None:
@@ -102,12 +97,6 @@ def _all_moved(value: Any, device: str) -> Any:
     return type(value)(_all_moved(part, device) for part in value) if type(value) in (list, tuple) else value
 
 
-@functools.cache
-def _placed(cls: type) -> type:
-    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
-    return type(cls.__name__, (_Placed, cls), names)
-
-
 # The copy.
 
 
@@ -129,12 +118,14 @@ def in_place(model: Any, places: dict[str, str] | None = None) -> Any:
         refuse(model, f"has quantised weights on several GPUs; {admit.SEVERAL}")
     check_devices(model)
     places = places or {path: str(device) for path, device in found.items() if path}
-    first = _place_of(model.get_input_embeddings(), places, model)
+    embeddings = model.get_input_embeddings()
+    path = next(path for path, part in model.named_modules() if part is embeddings)
+    first = _place(places, path) or str(model.device)
     copied = unhooked(model)
     for path, part in copied.named_modules():
         if path in places:
             vars(part).update(runs_on=places[path], gives_to=None)
-            part.__class__ = _placed(type(part))
+            part.__class__ = behind(_Placed, type(part))
     head = copied.get_output_embeddings()
     if isinstance(head, _Placed):
         vars(head)["gives_to"] = first
@@ -155,11 +146,6 @@ def _place(places: dict[str, str], path: str) -> str | None:
     while path and path not in places:
         path = path.rpartition(".")[0]
     return places.get(path)
-
-
-def _place_of(part: nn.Module, places: dict[str, str], model: PreTrainedModel) -> str:
-    path = next(path for path, each in model.named_modules() if each is part)
-    return _place(places, path) or str(model.device)
 
 
 def check_devices(model: PreTrainedModel) -> None:

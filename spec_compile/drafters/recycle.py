@@ -49,12 +49,13 @@ def renew(table: Tensor, tokens: Tensor, logits: Tensor) -> None:
     table.index_put_((at,), torch.where(last[:, None] < 0, table[at], new[last]))
 
 
-def _trees(table, root, reads, nodes):
+def empty_trees(table, root, reads, nodes):
+    """Memory for the results of `unrolled`."""
     tokens, scores = root.new_empty(root.shape[0], nodes), root.new_empty(root.shape[0], nodes, dtype=torch.float32)
     return tokens, torch.empty_like(tokens), scores, root.new_empty(root.shape[0])
 
 
-@one_launch("recycle_unroll", _trees, "launch_unroll", levels=LEVELS)
+@one_launch("recycle_unroll", empty_trees, "launch_unroll", levels=LEVELS)
 def unrolled(table: Tensor, root: Tensor, reads: Tensor, nodes: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The likeliest trees below the roots [B], see `grow_levels`, and how many nodes [B] of each are in use.
 

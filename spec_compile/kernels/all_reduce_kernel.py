@@ -65,9 +65,7 @@ def owner(at, RANKS: tl.constexpr):
 
 
 @triton.jit
-def send(
-    part, peers, slot, at, mask, rank, RANKS: tl.constexpr, SHOTS: tl.constexpr, TO_ITSELF: tl.constexpr
-):  # fmt: skip
+def send(part, peers, slot, at, mask, rank, RANKS: tl.constexpr, SHOTS: tl.constexpr, TO_ITSELF: tl.constexpr):
     """Store this rank's numbers `part`, of any shape, at `at` of its slot in the memory of each peer, or in two shots
     of their owners; `slot` words come before it. TO_ITSELF: and in its own memory."""
     # No number may look like a missing word.

@@ -2,13 +2,12 @@
 
 import ctypes
 import functools
-import logging
 import os
 from typing import NamedTuple
 
 import torch
 
-log = logging.getLogger("spec_compile")
+from ..errors import log
 
 OLDEST = (7, 5)
 """The first compute capability whose GPUs are served."""

@@ -81,6 +81,14 @@ def on_gpu(op: torch.library.CustomOpDef) -> Callable[[Callable], Callable]:
     return register
 
 
+def expect(name: str, x: Tensor, shape: Sequence[int], dtype: torch.dtype) -> None:
+    """TypeError or ValueError unless the argument `name` of an op has this dtype and shape."""
+    if x.dtype is not dtype:
+        raise TypeError(f"{name}: expected {dtype}, got {x.dtype}")
+    if x.shape != shape:
+        raise ValueError(f"{name}: expected the shape {list(shape)}, got {list(x.shape)}")
+
+
 def one_launch(name: str, fake: Callable, kernel: str, writes: tuple[str, ...] = (), **constants: Any) -> Callable:
     """Decorate a function in plain PyTorch, whose first argument tells where the others are.
 
@@ -130,11 +138,6 @@ def zero_counters(device: torch.device, count: int) -> Tensor:
     begin = _next[device] if _next[device] + count <= COUNTERS else 0
     _next[device] = begin + count
     return _counters[device][begin : begin + count]
-
-
-def all_zero() -> bool:
-    """True if every launch so far left its counters at 0."""
-    return not any(counters.any() for counters in _counters.values())
 
 
 _tables: dict[tuple, Tensor] = {}

@@ -54,11 +54,6 @@ def _check_norm(x: Tensor, weight: Tensor, residual: Tensor | None = None) -> No
         )
 
 
-@on_gpu(rms_norm)
-def _rms_norm(x, weight, eps, offset) -> Tensor:
-    return launch_norm(x, None, weight, eps, offset)[1]
-
-
 @on_gpu(add_rms_norm)
 def launch_norm(x, residual, weight, eps, offset) -> tuple[Tensor | None, Tensor]:
     """`add_rms_norm` by the kernel, or without a residual `rms_norm`, whose first result is None."""
@@ -73,14 +68,16 @@ def launch_norm(x, residual, weight, eps, offset) -> tuple[Tensor | None, Tensor
         return total, out
     block = triton.next_power_of_2(size)
     early = launches_early(x.device)
-    kernel = _rms_norm_of_heads if by_head else _add_rms_norm
-    kernel[(out.numel() // size,)](
+    (_rms_norm_of_heads if by_head else _add_rms_norm)[(out.numel() // size,)](
         x, residual, weight.contiguous(), total, out, *x.stride()[:2], x.shape[1],
         0 if residual is None else residual.stride(0), size, eps, 0.0 if offset is None else offset,
         ROUND_FIRST=offset is None, BLOCK=block, EARLY=early, num_warps=min(max(block // 512, 1), 16),
         **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
     return total, out
+
+
+on_gpu(rms_norm)(lambda x, weight, eps, offset: launch_norm(x, None, weight, eps, offset)[1])
 
 
 @triton.jit

@@ -19,10 +19,6 @@ BLOCK = 4096
 WARPS = 8
 
 
-def _fake_rows(x, dtype=None, log=False):
-    return x.new_empty(x.shape, dtype=dtype)
-
-
 @op_with_kernel("row_sum", lambda x, dtype=None: x.new_empty(x.shape[:-1], dtype=dtype))
 def row_sum(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """The sums [...] of floating x [..., V], V > 0, over the last dimension. On a CPU the op runs this.
@@ -32,13 +28,13 @@ def row_sum(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     return x.sum(-1, dtype=dtype)
 
 
-@op_with_kernel("row_cumsum", _fake_rows)
+@op_with_kernel("row_cumsum", lambda x, dtype=None: x.new_empty(x.shape, dtype=dtype))
 def row_cumsum(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """The running sums [..., V] over the last dimension; x, dtype: see `row_sum`."""
     return x.cumsum(-1, dtype=dtype)
 
 
-@op_with_kernel("row_softmax", _fake_rows)
+@op_with_kernel("row_softmax", lambda x, dtype=None, log=False: x.new_empty(x.shape, dtype=dtype))
 def row_softmax(x: Tensor, dtype: torch.dtype | None = None, log: bool = False) -> Tensor:
     """softmax [..., V] over the last dimension, or log_softmax if `log`; x, dtype: see `row_sum`."""
     return x.log_softmax(-1, dtype=dtype) if log else x.softmax(-1, dtype=dtype)

@@ -25,14 +25,6 @@ class Draft(NamedTuple):
     match: int
 
 
-def _core_class() -> type:
-    """The compiled trie, which is imported when the first `NgramTrie` is made; ImportError if it cannot be."""
-    try:
-        return extensions.load("ngram._ngram_trie").Core
-    except ImportError as error:
-        raise ImportError(f"the compiled n-gram trie cannot be imported: {error}") from error
-
-
 class NgramTrie(NgramStore):
     """Every n-gram of the texts seen so far, with how often and how recently each continuation followed.
 
@@ -71,7 +63,11 @@ class NgramTrie(NgramStore):
         super().__init__(capacity, vocab_size)
         self.fork_order = 1
         *sizes, by_frequency = self.options.numbers
-        self._core = _core_class()(*sizes, capacity, bool(by_frequency), self._limit)
+        try:  # the compiled trie is imported when the first one is made
+            core = extensions.load("ngram._ngram_trie").Core
+        except ImportError as error:
+            raise ImportError(f"the compiled n-gram trie cannot be imported: {error}") from error
+        self._core = core(*sizes, capacity, bool(by_frequency), self._limit)
         forks.register(self)
 
     @classmethod

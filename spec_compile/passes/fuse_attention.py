@@ -52,13 +52,9 @@ def _rotation(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node] | None:
         return None
     straight, turned = node.args
     (x, cos), (halves, sin) = straight.args, turned.args
-    if not (
-        calls_op(cos, aten.unsqueeze.default)
-        and calls_op(sin, aten.unsqueeze.default)
-        and calls_op(halves, aten.cat.default)
-    ):
+    if not all(calls_op(angle, aten.unsqueeze.default) and angle.args[1] == 1 for angle in (cos, sin)):
         return None
-    if cos.args[1] != 1 or sin.args[1] != 1 or not _are_halves(x, halves):
+    if not calls_op(halves, aten.cat.default) or not _are_halves(x, halves):
         return None
     return _angles_of(x, cos, sin, 1)
 

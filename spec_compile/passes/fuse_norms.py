@@ -51,12 +51,14 @@ def match_norm(graph: ModelGraph, root: fx.Node) -> Norm | None:
         return None
     wide, eps, scaled = norm
     x, then = wide.args[0], only_user(scaled)
+    out = only_user(then)
     if _is_cast(then, graph.dtype):
-        out = only_user(then)
         weight, offset = _other(out, then), None
-    else:
-        out = only_user(then)
-        weight, offset = _shifted(_other(then, scaled))
+    else:  # a factor weight.float() + offset
+        weight, offset = _other(then, scaled), 0.0
+        if calls_op(weight, aten.add.Tensor) and isinstance(weight.args[1], float):
+            weight, offset = weight.args
+        weight = weight.args[0] if _is_cast(weight, torch.float32) else weight
     fits = _is_rows(graph, x) and _is_rows(graph, out) and _is_weight(graph, weight, x.meta["val"].shape[-1])
     return Norm(x, weight, eps, offset, out) if fits else None
 
@@ -70,14 +72,6 @@ def root_mean_square(root: fx.Node) -> tuple[fx.Node, float, fx.Node] | None:
         return None
     wide, scaled = square.args[0], only_user(root)
     return (wide, eps, scaled) if calls_op(scaled, aten.mul.Tensor) and wide in scaled.args else None
-
-
-def _shifted(factor) -> tuple[fx.Node | None, float]:
-    """Weight and offset of a factor ``weight.float() + offset``."""
-    weight, offset = factor, 0.0
-    if calls_op(factor, aten.add.Tensor) and isinstance(factor.args[1], float):
-        weight, offset = factor.args
-    return (weight.args[0] if _is_cast(weight, torch.float32) else weight), offset
 
 
 def _fuse(graph: ModelGraph, norm: Norm) -> bool:

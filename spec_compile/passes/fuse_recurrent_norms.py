@@ -44,8 +44,7 @@ def fuse_gated_norms(graph: ModelGraph, settings) -> str:
             norm = match_gated_norm(graph, root)
             if norm is not None:
                 with graph.gm.graph.inserting_before(norm.out):
-                    weight = graph.gm.graph.get_attr(norm.weight.target)
-                    arguments = norm._replace(weight=weight)[:-1]
+                    arguments = norm._replace(weight=graph.gm.graph.get_attr(norm.weight.target))[:-1]
                     new = graph.gm.graph.call_function(torch.ops.spec_compile.gated_rms_norm.default, arguments)
                 replace_node(norm.out, new)
                 fused += 1
@@ -80,12 +79,9 @@ def match_gated_norm(graph: ModelGraph, root: fx.Node) -> GatedNorm | None:
         x = wide.args[0] if wide.target in CASTS else wide
     shapes = [each.meta["val"].shape for each in (x, _origin(x), node)]
     x = x if shapes[0] == shapes[2] else _origin(x)
-    fits = shapes[2] in shapes[:2] and attribute(graph.gm, weight.target).shape == shapes[2][-1:]
-    return (
-        GatedNorm(x, _origin(gate, size), weight, eps, size, activation, gate_first, round_first, node)
-        if fits
-        else None
-    )
+    if shapes[2] not in shapes[:2] or attribute(graph.gm, weight.target).shape != shapes[2][-1:]:
+        return None
+    return GatedNorm(x, _origin(gate, size), weight, eps, size, activation, gate_first, round_first, node)
 
 
 def _gated(product: fx.Node) -> tuple[fx.Node, fx.Node | None, str]:
@@ -134,7 +130,8 @@ def fuse_l2_norms(graph: ModelGraph, settings) -> str:
 
 def _fuse(graph: fx.Graph, q: fx.Node, k: fx.Node) -> bool:
     """Put the kernel's op in the place of both norms. Returns True if they are norms that it computes."""
-    scale, normed = _scaled(q)
+    is_scaled = q.target == aten.mul.Tensor and isinstance(q.args[1], float)
+    normed, scale = q.args if is_scaled else (q, 1.0)
     norms = [_match(each) for each in (normed, k)]
     if None in norms or norms[0][1] != norms[1][1] or norms[0][0].meta["val"].shape != norms[1][0].meta["val"].shape:
         return False
@@ -147,13 +144,6 @@ def _fuse(graph: fx.Graph, q: fx.Node, k: fx.Node) -> bool:
     for part, old in zip(parts, (q, k)):
         replace_node(old, part)
     return True
-
-
-def _scaled(q: fx.Node) -> tuple[float, fx.Node]:
-    """The number by which q is multiplied, and what it multiplies."""
-    if q.target == aten.mul.Tensor and isinstance(q.args[1], float):
-        return q.args[1], q.args[0]
-    return 1.0, q
 
 
 def _match(product: fx.Node) -> tuple[fx.Node, float] | None:

@@ -65,7 +65,10 @@ def merge_linears(graph: ModelGraph, settings) -> str:
     alike = [group for group in groups.values() if len(group) > 1 and _fits(graph.gm, group)]
     merged = [group for group in alike if not _is_apart(graph.gm, group)]
     for number, group in enumerate(merged):
-        _merge(graph.gm, group, f"{MERGED}{number}")
+        tensors = [join_parameters(parameters, dim) for dim, parameters in _operands(graph.gm, group)]
+        with graph.gm.graph.inserting_before(group[0]):
+            buffers = [add_buffer(graph.gm, f"{MERGED}{number}_{place}", each) for place, each in enumerate(tensors)]
+        put_product(graph.gm.graph, group, group[0].target, with_operands(group[0], buffers))
     summary = f"merged {sum(map(len, merged))} linear layers into {len(merged)}"
     if len(merged) < len(alike):  # or because they are offloaded
         summary += f"; {len(alike) - len(merged)} groups stay apart for an earlier speculate(merge_linears=False)"
@@ -89,10 +92,7 @@ def is_kept_apart(parameters: Iterable[Tensor]) -> bool:
 
 def _is_apart(gm: fx.GraphModule, group: list[fx.Node]) -> bool:
     """True if merging would move a parameter that a graph reads where it lies."""
-    for dim, parameters in _operands(gm, group):
-        if is_kept_apart(parameters) and joined(parameters, dim) is None:
-            return True
-    return False
+    return any(is_kept_apart(each) and joined(each, dim) is None for dim, each in _operands(gm, group))
 
 
 def _operands(gm: fx.GraphModule, group: list[fx.Node]) -> list[tuple[int, list[Tensor]]]:
@@ -125,13 +125,6 @@ def _is_private(graph: ModelGraph, node: fx.Node, uses: dict[str, int]) -> bool:
         if type(attribute(graph.gm, operand.target).data) is not Tensor:  # quantised, sharded: not merged
             return False
     return True
-
-
-def _merge(gm: fx.GraphModule, group: list[fx.Node], name: str) -> None:
-    tensors = [join_parameters(parameters, dim) for dim, parameters in _operands(gm, group)]
-    with gm.graph.inserting_before(group[0]):
-        merged = [add_buffer(gm, f"{name}_{number}", tensor) for number, tensor in enumerate(tensors)]
-    put_product(gm.graph, group, group[0].target, with_operands(group[0], merged))
 
 
 def joined(parameters: list[Tensor], dim: int) -> Tensor | None:
@@ -300,23 +293,18 @@ def _input_of(node: fx.Node) -> fx.Node | None:
     return product.args[0] if str(product.args[1]).startswith(MERGED) == (product is not node) else None
 
 
-def _add(
-    gm: fx.GraphModule, path: str, nodes: list[fx.Node], part: LowRank, name: str, rows: fx.Node
-) -> None:  # fmt: skip
+def _add(gm: fx.GraphModule, path: str, nodes: list[fx.Node], part: LowRank, name: str, rows: fx.Node) -> None:
     """Add to the one result of a layer. UnsupportedModelError if there is not exactly one, of [B, N, out]."""
-    sizes = [tuple(node.meta["val"].shape[2:]) for node in nodes]
-    if sizes != [(part.up.shape[1],)]:
+    if [tuple(node.meta["val"].shape[2:]) for node in nodes] != [(part.up.shape[1],)]:
         raise UnsupportedModelError(
             f"max_loras: the linear layer {path} is not called once for a tensor [rows, tokens, features], so its "
             "adapters cannot be chosen for each row; leave max_loras out"
         )
     (node,) = nodes
-    users = [*node.users]
     with gm.graph.inserting_after(node):
         on_gpu = part.down.device.type == "cuda"
         added = gm.graph.call_function(torch.ops.spec_compile.add_low_rank.default if on_gpu else add_low_rank)
+    node.replace_all_uses_with(added)
     with gm.graph.inserting_before(added):
         tensors = [add_buffer(gm, f"{name}_{each}", getattr(part, each)) for each in ("down", "up", "scale")]
     added.args, added.meta = (node, _input_of(node), *tensors, rows), dict(node.meta)
-    for user in users:
-        user.replace_input_with(node, added)

@@ -266,8 +266,7 @@ def example_sizes(runtime: Runtime, shape: Shape) -> ExampleSizes:
 
     rows = shape.rows or vary()
     slots = vary() * (PAGE if shape.paged else ROUNDED)
-    pages = vary() if shape.paged else 0
-    return ExampleSizes(rows, slots, pages, static, tuple(varying))
+    return ExampleSizes(rows, slots, vary() if shape.paged else 0, static, tuple(varying))
 
 
 def rows_vary(runtime: Runtime) -> bool:

@@ -58,8 +58,7 @@ class RoundCosts:
 
     def learn(self, nodes: int, seconds: float) -> None:
         """A round over `nodes` nodes took so long. Twice the known duration is the most that counts."""
-        known = self.measured.setdefault(nodes, seconds)
-        change = LEARN * (min(seconds / known, 2) - 1)
+        change = LEARN * (min(seconds / self.measured.setdefault(nodes, seconds), 2) - 1)
         for size in self.measured:
             self.measured[size] *= 1 + (change if size == nodes else COMMON * change)
 

@@ -1,15 +1,13 @@
 """The gains of drafts: `DraftRecord`, also in earlier processes, and `Hindsight`, without verifying them."""
 
 import json
-import logging
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from ..errors import log
 from .state import State
-
-log = logging.getLogger("spec_compile")
 
 LEARN = 0.15  # least weight of the newest round in the mean gains
 FADE = 0.9  # share of the evidence that is left after a round without drafts

@@ -115,7 +115,8 @@ class Engine:
         self._adapters, self._has_one_adapter = list[Loaded](), True
         self._announced: set[str] = set()
         self._calls, self._is_forked = 0, False
-        self.runtime.cold_start = self._cold_start()
+        if options.compile and not compiles_at_once(options):
+            self.runtime.cold_start = ColdStart(device, self.turns, self._may_change)
         forks.register(self)
 
     def _settings(self, taps: tuple[int, ...]) -> dict[str, passes.Settings]:
@@ -128,13 +129,6 @@ class Engine:
             )
             for purpose in ("verify", "prefill")
         }  # fmt: skip
-
-    def _cold_start(self) -> ColdStart | None:
-        """The engine's `ColdStart`; None if steps are compiled when they are made, or never."""
-        runtime, options = self.runtime, self.options
-        if not options.compile or compiles_at_once(options):
-            return None
-        return ColdStart(runtime.device, self.turns, self._may_change)
 
     def _may_change(self) -> bool:
         """True if no answer would see parts change. On a CPU in float32 its tokens are the same in either tier."""

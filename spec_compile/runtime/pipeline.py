@@ -1,6 +1,5 @@
 """`RoundPipeline`: rounds over rows of a session, launched ahead of their outcomes. `Call`: one generate()."""
 
-import logging
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
@@ -10,7 +9,7 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from ..errors import RequestError
+from ..errors import RequestError, log
 from ..outcome import Outcome, unpack
 from ..tree import MAX_NODES
 from .draft_budget import DraftBudget, moved
@@ -24,7 +23,6 @@ from .state import MOST_LATE
 from .verify.host import HostAcceptor
 from .verify.sample import NO_PROBABILITIES, DrawInRound
 
-log = logging.getLogger("spec_compile")
 S = TypeVar("S", bound=Sequence)
 
 AHEAD = 2  # rounds in flight on a GPU

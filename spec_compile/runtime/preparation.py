@@ -18,7 +18,7 @@ from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 
 from ..capture.replaced import HOOKS, METHODS, is_trusted
 from ..config import Options
-from ..errors import check_int, did_you_mean
+from ..errors import check_int, did_you_mean, log
 from .prompt import Prompt
 from .request import Request
 from .verify import Route
@@ -27,7 +27,6 @@ from .verify.processors import MINIMA, OF_SCORES, is_known
 if TYPE_CHECKING:
     from .engine import Engine
 
-log = logging.getLogger("spec_compile")
 
 LONGEST = (1 << 31) - 1  # tokens of a text, at most
 MOST_ROWS = 1 << 16

@@ -1,6 +1,5 @@
 """The round: verify, accept, commit, propose, as plain PyTorch."""
 
-import logging
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -11,14 +10,13 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from ..compile.regions import Regions
 from ..drafting import Drafter, caches
+from ..errors import log
 from ..graph import ModelGraph
 from ..kernels.attention.base import riding
 from ..outcome import pack
 from ..tree import MAX_NODES, Accepted, Tree, ancestry
 from .state import State
 from .verify.sample import follow
-
-log = logging.getLogger("spec_compile")
 
 
 class DraftGuard:

@@ -1,6 +1,5 @@
 """`Runtime`: what every session of an engine shares."""
 
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,7 +14,7 @@ from ..compile.cold_start import ColdStart
 from ..compile.part import Parts, Shape
 from ..config import Options
 from ..drafting import Algorithm
-from ..errors import UnsupportedModelError
+from ..errors import UnsupportedModelError, log
 from ..graph import ModelGraph
 from ..inventory import held_tensors
 from ..kernels.all_reduce import EXCHANGES, WARM_UP_SECONDS, set_deadline
@@ -28,7 +27,6 @@ from .round import DraftGuard
 if TYPE_CHECKING:
     from .compiled_steps import CompiledSteps
 
-log = logging.getLogger("spec_compile")
 
 GPU_CACHE = 8192  # default tokens of a sequence on a GPU, where the cache is allocated at once
 

@@ -1,7 +1,6 @@
 """Errors in the form of OpenAI's or Anthropic's API, so that clients show the reason: `Refusal`, and all others."""
 
 import json
-import logging
 import re
 import traceback
 import uuid
@@ -12,7 +11,7 @@ from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException as AnyHTTPException
 
-log = logging.getLogger("spec_compile")
+from ..errors import log
 
 MESSAGES_PATH = "/v1/messages"
 """The path below which errors have Anthropic's form."""

@@ -5,7 +5,6 @@ only have a value that changes nothing. Names that nobody knows here are ignored
 """
 
 import json
-import logging
 import math
 import re
 from collections.abc import Callable, Iterable
@@ -15,10 +14,8 @@ from typing import Any, ClassVar
 from pydantic import BaseModel, ValidationError, ValidationInfo, WrapValidator, create_model, model_validator
 from pydantic_core import PydanticCustomError, core_schema
 
-from ..errors import did_you_mean
+from ..errors import did_you_mean, log
 from .errors import refuse, shown
-
-log = logging.getLogger("spec_compile")
 
 MOST_STOPS, LONGEST_STOP = 16, 256
 """Stop strings of a request, and characters of each."""

@@ -63,7 +63,12 @@ async def answer(app: Callable, sent: HttpRequest) -> AsyncIterator[AnswerHead |
             parts.append(message["body"])
         is_ready.set()
 
-    answering = asyncio.ensure_future(app(_scope(sent), receive, send))
+    scope = {
+        "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "http_version": "1.1", "scheme": "http",
+        "method": sent.method, "path": sent.path, "raw_path": None, "root_path": "", "query_string": sent.query,
+        "headers": sent.headers, "client": None, "server": None, "state": {}, "extensions": {},
+    }  # fmt: skip
+    answering = asyncio.ensure_future(app(scope, receive, send))
     answering.add_done_callback(lambda _: is_ready.set())
     try:
         while parts or not answering.done():
@@ -78,14 +83,6 @@ async def answer(app: Callable, sent: HttpRequest) -> AsyncIterator[AnswerHead |
     finally:
         is_gone.set()
         await asyncio.wait({answering})
-
-
-def _scope(sent: HttpRequest) -> dict[str, Any]:
-    return {
-        "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "http_version": "1.1", "scheme": "http",
-        "method": sent.method, "path": sent.path, "raw_path": None, "root_path": "", "query_string": sent.query,
-        "headers": sent.headers, "client": None, "server": None, "state": {}, "extensions": {},
-    }  # fmt: skip
 
 
 # `PrefixMap`: which replicas have read which beginnings of prompts, to send a request where its prompt is cached.

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import logging
 import re
 import threading
 from collections.abc import Callable
@@ -17,12 +16,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..capture.loras import BASE, Loras
-from ..errors import UnsupportedModelError
+from ..errors import UnsupportedModelError, log
 from .body import decode_body, read_body
 from .errors import refuse
 from .fields import FLAG, TEXT, Kind, check_fields, integer, is_list, is_number, record
-
-log = logging.getLogger("spec_compile")
 
 LoadFields = record("lora_name", "lora_path", lora_name=TEXT, lora_path=TEXT, load_inplace=FLAG)
 UnloadFields = record("lora_name", lora_name=TEXT)

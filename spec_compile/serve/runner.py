@@ -2,7 +2,6 @@
 
 import asyncio
 import gc
-import logging
 import os
 import re
 import resource
@@ -22,12 +21,11 @@ from starlette.applications import Starlette
 from starlette.routing import Route
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from ..errors import log
 from . import GRACE
 from .door import OPEN, HostMiddleware, is_loopback
 from .errors import DEAD, RETRY_SECONDS, Refusal, error_at, error_response
 from .server import METRICS, Server
-
-log = logging.getLogger("spec_compile")
 
 WATCH = 0.2
 """Seconds between two looks at the worker."""

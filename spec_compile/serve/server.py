@@ -208,9 +208,7 @@ def _settle(server: Server, policy: Policy) -> None:
         )  # fmt: skip
 
 
-def _build(
-    name: str, algo: str, options: dict, sizes: dict, flags: dict, adapters: ServedAdapters
-) -> Server:  # fmt: skip
+def _build(name: str, algo: str, options: dict, sizes: dict, flags: dict, adapters: ServedAdapters) -> Server:
     """A rank's server; see `build`."""
     flags = {"reasoning": "auto", "host": "localhost", "port": 8000, "log_level": "warning"} | flags
     variables = json.loads(flags.get("chat_template_kwargs") or "{}")

@@ -1,7 +1,6 @@
 """`Shadow`: a server answers a share of its requests again by plain steps while it is idle, and counts what differs."""
 
 import copy
-import logging
 import random
 import threading
 import uuid
@@ -15,9 +14,8 @@ from typing import Any
 from transformers import GenerationConfig
 
 from ..batching.output import MOST_TOP, Output
+from ..errors import log
 from .call import HttpCall
-
-log = logging.getLogger("spec_compile")
 
 MOST_WAITING = 64
 """Answers that wait for idle time. Further ones are left out, the oldest first."""

@@ -127,9 +127,7 @@ def _key_tile(
 
 
 @triton.jit
-def _query_tile(
-    grad_ptr, q_ptr, total_ptr, mean_ptr, head, slot, slots, SIZE: tl.constexpr, WIDTH: tl.constexpr
-):  # fmt: skip
+def _query_tile(grad_ptr, q_ptr, total_ptr, mean_ptr, head, slot, slots, SIZE: tl.constexpr, WIDTH: tl.constexpr):
     """Queries of a head's slots, the gradient of their outputs, and `total` and `mean` of each."""
     q = _load(_of_head(q_ptr, head, slots, SIZE), slot, slots, SIZE, WIDTH)
     grad = _load(_of_head(grad_ptr, head, slots, SIZE), slot, slots, SIZE, WIDTH)

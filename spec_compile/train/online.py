@@ -6,7 +6,6 @@ they are accepted at least as often as those in service on texts that are held o
 """
 
 import copy
-import logging
 import math
 import os
 import threading
@@ -28,7 +27,7 @@ from ..drafters.modules.dflash import DFlashDraft
 from ..drafters.modules.eagle import Eagle3Head, EagleHead
 from ..drafters.modules.mtp import MtpHead
 from ..drafting import Algorithm
-from ..errors import UnsupportedModelError
+from ..errors import UnsupportedModelError, log
 from ..runtime.generate import SpeculativeMixin
 from .blocks import DFlashTrainer
 from .data import Batch, Document, collate, cut, sample
@@ -37,8 +36,6 @@ from .heads import Eagle3Trainer, EagleTrainer, MtpTrainer
 from .loop import Updates
 from .options import OnlineOptions, TrainingOptions
 from .trainer import Trainer, as_master, copy_weights
-
-log = logging.getLogger("spec_compile")
 
 BATCH_SIZE = 8
 """Pieces of texts in a step."""

@@ -6,10 +6,10 @@ Without a GPU the kernel runs in Triton's interpreter, in float32; ``pytest -m g
 import pytest
 import torch
 from attention_cases import FP8, bits, normed, turn
+from counters import all_zero
 from places import GPU, places
 from torch.nn import functional as F
 
-from spec_compile.kernels import launching
 from spec_compile.kernels.linear import skinny_gemm
 from spec_compile.kernels.linear.plans import ProductTile, squared_columns
 from spec_compile.kernels.linear.product import Normed, Product, QkvHeads
@@ -62,7 +62,7 @@ class Case:
         around = None if self.squares is None else Normed(self.squares, EPS)
         layer = Product(flat, self.weight, self.bias, before=around, after=self.ends)
         launch(layer, out, parts, tile)
-        assert launching.all_zero()
+        assert all_zero()
         return out.view(*self.x.shape[:2], -1, self.size)
 
     def expected(self):
@@ -220,4 +220,4 @@ def test_rows_of_a_batch_on_a_gpu(shape):
     heads, size, inputs, options = SHAPES[shape]
     case = Case(("cuda", torch.bfloat16), [100, 0, 65], 17, heads, size, inputs=inputs, capacity=110, **options)
     case.check(case.op())
-    assert launching.all_zero()
+    assert all_zero()

@@ -9,6 +9,7 @@ import models
 import mtp_checkpoints
 import pytest
 import torch
+from counters import all_zero
 from places import GPU, places
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
@@ -17,7 +18,7 @@ from spec_compile.capture.trace import capture
 from spec_compile.capture.yardstick import in_float32
 from spec_compile.compat import EXPERTS_INTERFACES
 from spec_compile.graph import calls
-from spec_compile.kernels import experts, launching
+from spec_compile.kernels import experts
 from spec_compile.kernels.experts import ExpertFormat, launch, plans
 from spec_compile.kernels.linear.product_ops import plain_stream, stream_after
 from spec_compile.quantised import mxfp4
@@ -68,7 +69,7 @@ class Mixture:
     def kernel(self, rows=slice(None), tile=TILE, stream=None):
         inner = launch.up(self.x[rows], self.ids[rows], self.up, self.first, tile)
         out = launch.down(inner, self.ids[rows], self.weights[rows], self.down, self.second, tile, stream)
-        assert launching.all_zero()
+        assert all_zero()
         return out
 
     def error(self, **options):
@@ -105,7 +106,7 @@ def test_experts_that_end_at_the_residual_stream(place, tokens, size, biased, ti
     after.scaled.fill_(torch.nan), after.squares.fill_(torch.nan)
     stream = launch.down(*arguments, stream=after)
     want = plain_stream(launch.down(*arguments), residual, norm, 1.0)
-    assert torch.equal(stream, want[0]) and torch.equal(after.scaled, want[1]) and launching.all_zero()
+    assert torch.equal(stream, want[0]) and torch.equal(after.scaled, want[1]) and all_zero()
     torch.testing.assert_close(after.squares, want[2], rtol=1e-5, atol=1e-6)
 
 

@@ -5,10 +5,10 @@ Without a GPU the kernel runs in Triton's interpreter, in float32; ``pytest -m g
 
 import pytest
 import torch
+from counters import all_zero
 from places import GPU, places
 from torch.nn import functional as F
 
-from spec_compile.kernels import launching
 from spec_compile.kernels.card import Card
 from spec_compile.kernels.linear import skinny_gemm as kernel
 from spec_compile.kernels.linear.plans import CUT, ProductTile, appending, plan, squared_columns
@@ -45,7 +45,7 @@ def launch(x, weight, bias, parts, tile, **around):
         pytest.skip("descriptors read no such rows")
     run = kernel.launch_many_rows if (parts, tile) in WIDE else kernel.launch
     run(Product(x, weight, bias, **around), out, parts, tile)
-    assert launching.all_zero()
+    assert all_zero()
     return out
 
 

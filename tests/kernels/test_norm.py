@@ -5,12 +5,12 @@ Without a GPU the kernel runs in Triton's interpreter, in float32; ``pytest -m g
 
 import pytest
 import torch
+from counters import all_zero
 from places import places
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 
-from spec_compile.kernels import launching
 from spec_compile.kernels import norms as kernel
 
 ops = torch.ops.spec_compile
@@ -147,4 +147,4 @@ def test_chain_in_a_graph(rows):
         for _ in range(3):
             graph.replay()
         assert [i for i, (a, b) in enumerate(zip(alone, outs)) if not torch.equal(a, b)] == []
-    assert launching.all_zero()
+    assert all_zero()

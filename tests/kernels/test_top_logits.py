@@ -7,12 +7,13 @@ import math
 
 import pytest
 import torch
+from counters import all_zero
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from places import GPU, places
 
 from spec_compile.drafters.recycle import LOW, renew
-from spec_compile.kernels import launching, top_logits
+from spec_compile.kernels import top_logits
 from spec_compile.kernels.top_logits import launch_likeliest, likeliest
 from spec_compile.kernels.trees import launch_renew
 
@@ -47,7 +48,7 @@ def check(found, logits, k, temperature):
 def launch(place, logits, k, temperature, **how):
     """The kernel's answer, checked to leave its counters zero."""
     found = top_logits.launch(logits.to(place[0]), k, temperature, **how)
-    assert launching.all_zero()
+    assert all_zero()
     return found
 
 
@@ -100,7 +101,7 @@ def test_the_likeliest_token(place, case, nodes, rng):
     assert torch.equal(likeliest(logits, banned, applies), right)
     there = (x.to(place[0]) for x in (logits, banned, applies))
     assert torch.equal(launch_likeliest(*there, block=16).cpu(), right)
-    assert launching.all_zero()
+    assert all_zero()
 
 
 @pytest.mark.parametrize("strides", [(100, 1), (1, 3), (160, 2)])
@@ -128,7 +129,7 @@ def test_rows_of_a_table(place, tokens, case):
     logits, tokens, table = logits.to(place[1]), torch.tensor(tokens), torch.full((6, k), 77, dtype=torch.int32)
     there = table.to(place[0])
     launch_renew(there, tokens.to(place[0]), logits.to(place[0]), block=16)
-    assert launching.all_zero()
+    assert all_zero()
     renew(table, tokens, logits)
     same_table(there, table)
 

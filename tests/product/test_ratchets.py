@@ -18,27 +18,27 @@ PACKAGE = Path(__file__).parents[2] / "spec_compile"
 SOURCES = {".py", ".cpp", ".h", ".cu", ".html"}
 SIDES = {"serve", "train", "tools", "contrib"}
 LINES = {
-    "": 2715,
-    "batching": 3713,
-    "capture": 4628,
-    "compile": 3180,
-    "contrib": 5565,
-    "drafters": 5464,
-    "kernels": 13446,
-    "ngram": 2747,
+    "": 2709,
+    "batching": 3703,
+    "capture": 4610,
+    "compile": 3165,
+    "contrib": 5510,
+    "drafters": 5450,
+    "kernels": 13366,
+    "ngram": 2743,
     "parallel": 828,
-    "passes": 3130,
-    "quantised": 2722,
-    "runtime": 6248,
-    "serve": 7906,
-    "tools": 2223,
-    "train": 4730,
+    "passes": 3090,
+    "quantised": 2717,
+    "runtime": 6228,
+    "serve": 7881,
+    "tools": 2222,
+    "train": 4720,
 }
 """The most lines of a folder, with the folders in it; "" has the files at the top."""
 CORE_FILES = 229
 CIRCLES = 0
 """Groups of modules that import each other in a circle."""
-CALLED_ONCE = 360
+CALLED_ONCE = 339
 """Private functions and methods that are named in one place."""
 PHRASES = {
     r"^\s*\w+(, \w+)*: of\b": 0,

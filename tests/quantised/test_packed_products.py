@@ -7,12 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from counters import all_zero
 from packed_layers import DRAWN, FP8, prepared
 from places import ON_GPU
 from torch.nn import functional as F
 
 from spec_compile import quantised
-from spec_compile.kernels import launching
 from spec_compile.kernels.linear import skinny_gemm
 from spec_compile.kernels.linear.plans import ProductTile
 from spec_compile.kernels.linear.product import Gate, Product
@@ -28,7 +28,7 @@ TILES = {8: ProductTile(64, 128, 16, 4, 2, bits=8), 4: ProductTile(64, 256, 16, 
 def launch(x, layout, parts, count, tile, **around):
     out = x.new_full((len(x), len(parts[0]) // (2 if isinstance(around.get("after"), Gate) else 1)), torch.nan)
     skinny_gemm.launch(Product(x, parts[0], None, parts[1], layout.kind, **around), out, count, tile)
-    assert launching.all_zero()
+    assert all_zero()
     return out
 
 

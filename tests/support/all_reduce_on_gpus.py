@@ -18,10 +18,11 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.kernels.all_reduce import ALWAYS, DEVICE, DTYPE, SHAPES, added, graph_of, ops, parts_of, say, start
-from spec_compile.kernels import all_reduce, launching
+from spec_compile.kernels import all_reduce
 from spec_compile.kernels.linear import product_ops, skinny_gemm
 from spec_compile.kernels.linear.plans import squared_columns
 from spec_compile.kernels.linear.product import Product
+from tests.support.counters import all_zero
 
 PHASES = "check", "stress", "deadline"
 
@@ -99,7 +100,7 @@ def report(name: str, bad: dict) -> None:
     exchange = next(iter(all_reduce.EXCHANGES.values()))
     clear = bool((exchange.slots == -1).all())
     say(f"{name}: {len(bad)} cases,", "all bits as they should be" if not any(results) else f"DIFFERENT {results}")
-    say(f"  turn {int(exchange.state[0])}, slots empty: {clear}, counters zero: {launching.all_zero()}")
+    say(f"  turn {int(exchange.state[0])}, slots empty: {clear}, counters zero: {all_zero()}")
 
 
 class Stress:

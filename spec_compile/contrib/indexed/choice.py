@@ -18,12 +18,12 @@ from torch import Tensor
 from ...graph import ModelGraph, calls
 from ...kernels import ops
 from ...kernels.attention.base import attention_calls
-from ...kernels.launching import are_plain
+from ...kernels.launching import are_plain, new_op
 from ...kernels.ops import visible_slots
 from ...passes.apply import comes_after, replace_node
 
 
-@torch.library.custom_op("spec_compile::choose", mutates_args=())
+@new_op("choose", lambda q, k, weights, topk: q.new_empty(*q.shape[:2], topk, dtype=torch.int32))
 def choose(q: Tensor, k: Tensor, weights: Tensor, topk: int) -> Tensor:
     """The choice of every token of a whole sequence, which capture puts in place of a model's own indexer.
 
@@ -33,7 +33,10 @@ def choose(q: Tensor, k: Tensor, weights: Tensor, topk: int) -> Tensor:
     return largest(index_scores(q, k, weights, (steps[:, None] >= steps)[None]), topk)
 
 
-@torch.library.custom_op("spec_compile::append_and_choose", mutates_args=("index_keys",))
+@new_op(
+    "append_and_choose", lambda q, _, weights, *others: q.new_empty(*q.shape[:2], others[3], dtype=torch.int32),
+    writes=("index_keys",),
+)  # fmt: skip
 def append_and_choose(
     q: Tensor, k: Tensor, weights: Tensor, index_keys: Tensor, lengths: Tensor, visible: Tensor, topk: int,
     table: Tensor | None = None,
@@ -56,16 +59,6 @@ def append_and_choose(
         return largest(scores(q, index_keys, weights, visible, table), topk)
     keys = ops.first_slots(index_keys, visible.shape[2], table)[:, 0]
     return largest(index_scores(q, keys, weights, visible), topk)
-
-
-@choose.register_fake
-def _(q, k, weights, topk):
-    return q.new_empty(*q.shape[:2], topk, dtype=torch.int32)
-
-
-@append_and_choose.register_fake
-def _(q, k, weights, index_keys, lengths, visible, topk, table=None):
-    return q.new_empty(*q.shape[:2], topk, dtype=torch.int32)
 
 
 MARKER = torch.ops.spec_compile.choose.default

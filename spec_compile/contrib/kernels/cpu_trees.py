@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ... import extensions
-from ...drafters.recycle import LEVELS
+from ...drafters import recycle
 from ...drafters.trees import merge as trees
 from ...kernels.launching import CPU_KERNELS, LIBRARY
 
@@ -22,18 +22,12 @@ NUMBERS = (
 def unroll(table: Tensor, root: Tensor, reads: Tensor, nodes: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See `drafters.recycle.unrolled`."""
     batch, (vocab, count), reads = len(root), table.shape, reads.contiguous()
-    ids, parents, scores, used = _unrolled(table, root, reads, nodes)
+    ids, parents, scores, used = recycle.empty_trees(table, root, reads, nodes)
     _native.unroll((
-        table.data_ptr(), vocab, count, root.data_ptr(), root.stride(0), reads.data_ptr(), batch, nodes, LEVELS,
+        table.data_ptr(), vocab, count, root.data_ptr(), root.stride(0), reads.data_ptr(), batch, nodes, recycle.LEVELS,
         ids.data_ptr(), parents.data_ptr(), scores.data_ptr(), used.data_ptr(),
     ))  # fmt: skip
     return ids, parents, scores, used
-
-
-def _unrolled(table: Tensor, root: Tensor, reads: Tensor, nodes: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Memory for the results of `unroll`."""
-    ids = root.new_empty(root.shape[0], nodes)
-    return ids, torch.empty_like(ids), torch.empty_like(ids, dtype=torch.float32), root.new_empty(root.shape[0])
 
 
 def merge(
@@ -41,21 +35,12 @@ def merge(
     begins: Tensor, drafts: list[Tensor], nodes: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """See `drafters.trees.merge.merge_into`."""
-    results = _merged(lengths, head, scores, trie, longest, counts, begins, drafts, nodes)
+    results = trees.empty_trees(lengths, head, scores, trie, longest, counts, begins, drafts, nodes)
     read = [each.contiguous() for each in (*head, scores, *trie, longest)]
     sizes = *head[0].shape, trie[0].shape[1], nodes, trees.CELLS
     memory = map(Tensor.data_ptr, (*read, counts, *results, begins, *drafts))
     _native.merge((lengths.data_ptr(), *sizes, *memory), NUMBERS, trees.MATCHES, trees.STAGES)
     return results
-
-
-def _merged(
-    lengths: Tensor, head: list[Tensor], scores: Tensor, trie: list[Tensor], longest: Tensor, counts: Tensor,
-    begins: Tensor, drafts: list[Tensor], nodes: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Memory for the results of `merge`."""
-    tokens, count = lengths.new_empty(lengths.shape[0], nodes), torch.empty_like(lengths)
-    return tokens, torch.empty_like(tokens), count, torch.empty_like(count)
 
 
 def learn(
@@ -76,6 +61,6 @@ def _define(name: str, function, fake, writes: tuple[str, ...] = ()) -> None:
 
 
 if _native is not None:
-    _define("recycle_unroll", unroll, _unrolled)
-    _define("merge_into", merge, _merged, ("begins", "drafts"))
+    _define("recycle_unroll", unroll, recycle.empty_trees)
+    _define("merge_into", merge, trees.empty_trees, ("begins", "drafts"))
     _define("learn_from", learn, lambda *arguments: None, ("counts",))

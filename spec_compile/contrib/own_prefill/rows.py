@@ -23,8 +23,7 @@ class OwnRows(Rows):
         self.vacate(0)
         self.sequences[0], sequence.row, sequence.done = sequence, 0, known
         self._prefill.begin(sequence, self, 0, lengths=known)
-        taps = self.runtime.algorithm.plan.taps
-        self._pieces = sequence.request.process.pieces(self.state, known, taps)
+        self._pieces = sequence.request.process.pieces(self.state, known, self.runtime.algorithm.plan.taps)
         self.go_on()
 
     def go_on(self) -> None:

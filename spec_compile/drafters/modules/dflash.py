@@ -322,7 +322,12 @@ def read_dflash(files: DraftFiles, target: Target, overrides: dict) -> DFlashDra
     target.check(config.layer.get("hidden_size"), config.layer.get("vocab_size"))
     target.check(config.get("target_hidden_size"), None)
     taps, why = _taps(config, target, files.count_states(target.hidden_size))
-    block_size, mask_token_id = config.integer("block_size", 2), _mask_token(config, target)
+    block_size, mask_token_id = config.integer("block_size", 2), config.integer("mask_token_id", 0)
+    if mask_token_id >= len(target.embedding):
+        raise ValueError(
+            f"draft: its mask token {mask_token_id} is outside the {len(target.embedding)} rows of the model's "
+            "embedding; take the draft of this model"
+        )
     knobs, causal = config.layer_knobs(files.names), config.causal
     for window, sees_before in zip(knobs.windows, causal):
         if window is not None and window < block_size and not sees_before:
@@ -362,16 +367,6 @@ def read_dflash(files: DraftFiles, target: Target, overrides: dict) -> DFlashDra
         *files.checkpoint.ignored,
     ]
     return draft.eval()
-
-
-def _mask_token(config: DFlashConfig, target: Target) -> int:
-    token, rows = config.integer("mask_token_id", 0), target.embedding.shape[0]
-    if token >= rows:
-        raise ValueError(
-            f"draft: its mask token {token} is outside the {rows} rows of the model's embedding; take the draft of "
-            "this model"
-        )
-    return token
 
 
 def _taps(config: DFlashConfig, target: Target, count: int) -> tuple[tuple[int, ...], str]:

@@ -14,12 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import apply_rotary_pos_emb_interleave
-from transformers.models.llama.modeling_llama import (
-    LlamaMLP,
-    LlamaRMSNorm,
-    LlamaRotaryEmbedding,
-    apply_rotary_pos_emb,
-)
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from ...kernels import ops
 
@@ -84,8 +79,7 @@ class LatentAttention(nn.Module):
         q_turned, k_turned = rotate(q_turned, k_turned[:, None], *rope)
         q = torch.cat([q, q_turned], dim=-1)
         k = torch.cat([k, k_turned.expand(-1, self.heads, -1, -1)], dim=-1)
-        out = ops.attention(q, k, v, None, sizes.scale, self.window, None, self.number)
-        return self.o_proj(out.flatten(2))
+        return self.o_proj(ops.attention(q, k, v, None, sizes.scale, self.window, None, self.number).flatten(2))
 
     def _by_head(self, x: Tensor) -> Tensor:
         """[B, T, heads * d] -> [B, heads, T, d]"""

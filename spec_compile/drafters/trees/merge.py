@@ -225,8 +225,7 @@ def _ranks(trie: SourceTrees, is_used: Tensor, ancestors: Tensor) -> tuple[Tenso
     number = torch.arange(is_used.shape[1], device=is_used.device)
     older = (trie.parents[:, :, None] == trie.parents[:, None, :]) & is_used[:, None, :]
     rank = (older & (number < number[:, None])).sum(dim=2)
-    later = _path_sums((rank > 0).to(torch.int64), ancestors)
-    return rank, later == 0
+    return rank, _path_sums((rank > 0).to(torch.int64), ancestors) == 0
 
 
 LAYOUT = dict(
@@ -235,12 +234,13 @@ LAYOUT = dict(
 )  # fmt: skip
 
 
-def _trees(lengths, head, scores, trie, longest, counts, begins, drafts, nodes):
+def empty_trees(lengths, head, scores, trie, longest, counts, begins, drafts, nodes):
+    """Memory for the results of `merge_into`."""
     tree, summary = lengths.new_empty(lengths.shape[0], nodes), torch.empty_like(lengths)
     return tree, torch.empty_like(tree), summary, torch.empty_like(summary)
 
 
-@one_launch("merge_into", _trees, "launch_merge", writes=("begins", "drafts"), **LAYOUT)
+@one_launch("merge_into", empty_trees, "launch_merge", writes=("begins", "drafts"), **LAYOUT)
 def merge_into(
     lengths: Tensor, head: list[Tensor], scores: Tensor, trie: list[Tensor], longest: Tensor, counts: Tensor,
     begins: Tensor, drafts: list[Tensor], nodes: int,

@@ -6,15 +6,14 @@ All write the same cache, so prefill, verification and drafts may each use anoth
 """
 
 import functools
-import logging
 
-from ...errors import UnsupportedModelError, did_you_mean
+from ...errors import UnsupportedModelError, did_you_mean, log
 from ...graph import ModelGraph
 from . import cpu_attention, flashinfer
 from .backends import SDPA, TRITON
 from .base import Backend, Use, attention_calls
 
-log = logging.getLogger("spec_compile")
+_tell = functools.cache(log.warning)  # each text once
 _ON_CPU = () if cpu_attention.BEST is None else (cpu_attention.BACKEND,)
 BACKENDS = {each.name: each for each in (TRITON, *_ON_CPU, SDPA, flashinfer.BACKEND)}
 ROLES = ("prefill", "verify", "draft")
@@ -87,11 +86,6 @@ def choose(use: Use, graph: ModelGraph) -> Backend:
                 f"have {reason}. {advice}"
             )
     return backend
-
-
-@functools.cache
-def _tell(text: str) -> None:
-    log.warning(text)
 
 
 def prepare(graph: ModelGraph) -> str:

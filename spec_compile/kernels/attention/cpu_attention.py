@@ -13,7 +13,7 @@ from ... import extensions
 from ...cache import PAGE
 from ...tree import MAX_NODES
 from ..cpu import HIGHEST
-from ..launching import LIBRARY, are_plain
+from ..launching import LIBRARY, are_plain, expect
 from .base import TARGETS, AttentionCall, Backend, attention_schema, from_arguments, plain_attention
 
 _cpu_attention = extensions.load_if_built("kernels.native._cpu_attention", "attention on a CPU is slower")
@@ -92,26 +92,26 @@ def check(call: AttentionCall) -> int:
         )
     block, keys = (batch, nodes), (batch, kv_heads, nodes, key_dim)
     if k.shape != keys or v.shape != (*keys[:3], value_dim) or not k.dtype is v.dtype is dtype:
-        _expect("k", k, keys, dtype)
-        _expect("v", v, (*keys[:3], value_dim), dtype)
+        expect("k", k, keys, dtype)
+        expect("v", v, (*keys[:3], value_dim), dtype)
     if caches != (pages, kv_heads, slots, key_dim) or not key_cache.dtype is value_cache.dtype is dtype:
-        _expect("key_cache", key_cache, (pages, kv_heads, slots, key_dim), dtype)
-        _expect("value_cache", value_cache, (pages, kv_heads, slots, value_dim), dtype)
+        expect("key_cache", key_cache, (pages, kv_heads, slots, key_dim), dtype)
+        expect("value_cache", value_cache, (pages, kv_heads, slots, value_dim), dtype)
     if value_sizes != (pages, kv_heads, slots, value_dim):
-        _expect("value_cache", value_cache, (pages, kv_heads, slots, value_dim), dtype)
+        expect("value_cache", value_cache, (pages, kv_heads, slots, value_dim), dtype)
     if positions.shape != block or lengths.shape != block[:1] or not lengths.dtype is positions.dtype is torch.int64:
-        _expect("lengths", lengths, block[:1], torch.int64)
-        _expect("positions", positions, block, torch.int64)
+        expect("lengths", lengths, block[:1], torch.int64)
+        expect("positions", positions, block, torch.int64)
     if not key_cache.is_contiguous() or not value_cache.is_contiguous():
         raise ValueError("key_cache, value_cache: expected contiguous tensors")
     if row_slots < nodes or row_slots >= 1 << 31:
         raise ValueError(f"key_cache: expected {nodes} to 2 ** 31 - 1 slots of a row, got {row_slots}")
     if ancestors is not None:
-        _expect("ancestors", ancestors, block, torch.int64)
+        expect("ancestors", ancestors, block, torch.int64)
         if nodes > MAX_NODES:
             raise ValueError(f"ancestors: expected at most {MAX_NODES} nodes, got {nodes}")
     if sinks is not None:
-        _expect("sinks", sinks, (heads,), sinks.dtype if sinks.is_floating_point() else dtype)
+        expect("sinks", sinks, (heads,), sinks.dtype if sinks.is_floating_point() else dtype)
     if call.cos is not None or call.sin is not None:
         _check_angles(call, (batch, nodes, key_dim))
     if not 0 < scale <= LARGEST or (softcap is not None and not 0 < softcap <= LARGEST):
@@ -124,7 +124,7 @@ def check(call: AttentionCall) -> int:
 def _columns(table: Tensor, batch: int, slots: int) -> int:
     """The columns of a table that has several, for pages of `slots` slots."""
     columns = table.shape[1] if table.dim() == 2 else 1
-    _expect("table", table, (batch, columns), torch.int32)
+    expect("table", table, (batch, columns), torch.int32)
     if not columns or slots != PAGE:
         raise ValueError(f"table: expected pages of {PAGE} slots, got {columns} of {slots} in a row")
     return columns
@@ -135,15 +135,8 @@ def _check_angles(call: AttentionCall, shape: tuple[int, ...]) -> None:
         raise TypeError("cos, sin: expected both or neither")
     if shape[2] % 2:
         raise ValueError(f"cos: expected heads of an even number of numbers, got {shape[2]}")
-    _expect("cos", call.cos, shape, call.q.dtype)
-    _expect("sin", call.sin, shape, call.q.dtype)
-
-
-def _expect(name: str, x: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    if x.dtype is not dtype:
-        raise TypeError(f"{name}: expected {dtype}, got {x.dtype}")
-    if x.shape != shape:
-        raise ValueError(f"{name}: expected the shape {list(shape)}, got {list(x.shape)}")
+    expect("cos", call.cos, shape, call.q.dtype)
+    expect("sin", call.sin, shape, call.q.dtype)
 
 
 def _empty_output(call: AttentionCall) -> Tensor:

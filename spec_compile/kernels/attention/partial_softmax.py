@@ -196,9 +196,7 @@ def _load(parts_ptr, sums_ptr, number, rows, dv, DV: tl.constexpr):
 
 
 @triton.jit
-def _sum_of_spans(
-    parts_ptr, sums_ptr, first, end, number_of_0, rows, dv, DV: tl.constexpr, BLOCK_DV: tl.constexpr
-):  # fmt: skip
+def _sum_of_spans(parts_ptr, sums_ptr, first, end, number_of_0, rows, dv, DV: tl.constexpr, BLOCK_DV: tl.constexpr):
     """The sum of the spans first .. end of one row. LOADED of them are scaled to one peak before they are added.
     number_of_0: the part of span 0; span s is s parts before it."""
     acc, peak, total = tl.zeros([BLOCK_DV], tl.float32), float("-inf"), 0.0

@@ -134,9 +134,7 @@ def store_pairs(value, pairs_ptr, pair, valid, column, height):
 
 
 @triton.jit
-def finish(
-    acc, bias_ptr, pairs_ptr, pair, valid, o, column, outputs, height, alpha, limit, GATE: tl.constexpr
-):  # fmt: skip
+def finish(acc, bias_ptr, pairs_ptr, pair, valid, o, column, outputs, height, alpha, limit, GATE: tl.constexpr):
     """Add the expert's bias to sums [BLOCK_O, BLOCK_N], apply the gate, and store them to pairs_ptr [pairs, height].
 
     With a gate, rows g0, u0, g1, u1 ... of the sums alternate.
@@ -345,9 +343,7 @@ def expert_of(
 
 
 @triton.jit
-def pairs_of(
-    ids_ptr, slot, expert, n, pairs, ONE_TOKEN: tl.constexpr, CHUNK: tl.constexpr, BLOCK_N: tl.constexpr
-):  # fmt: skip
+def pairs_of(ids_ptr, slot, expert, n, pairs, ONE_TOKEN: tl.constexpr, CHUNK: tl.constexpr, BLOCK_N: tl.constexpr):
     """Pair number n [BLOCK_N] of the slot's expert, counted among the pairs of that expert; 0 after the last.
 
     In the example above, slot 1 and n = [0, 1, 2] give [1, 2, 0]. ONE_TOKEN: see `expert_of`.

@@ -53,6 +53,7 @@ LINEARS = {PLAIN, PRODUCT, TO_STREAM, TO_HEADS} | {form.op for form in FORMS}
 QUANTISED = torch.ops.spec_compile.quantised_linear.default
 """The op of a captured quantised linear layer."""
 PRODUCTS = LINEARS | {aten.addmm.default, QUANTISED, cpu_products.CPU_PRODUCTS}
+"""Ops of matrix products with a weight."""
 
 
 def choose(weight: Tensor, few_rows: bool) -> LinearForm | None:
@@ -125,11 +126,6 @@ def few_rows_linear(x: Tensor, weight: Tensor) -> Tensor:
     """``F.linear(x, weight)`` of few rows: x [..., I], weight [O, I] -> [..., O]."""
     form = choose(weight, few_rows=True)
     return torch.nn.functional.linear(x, weight) if form is None else form.op(x, weight, None)
-
-
-def is_product(node: fx.Node) -> bool:
-    """True if a node is a matrix product with a weight."""
-    return node.target in PRODUCTS
 
 
 def ends_plainly(node: fx.Node) -> bool:

@@ -210,7 +210,7 @@ def _round(
     columns_of_step = tile.unroll * tile.block_k
     chain = (STEP + columns_of_step * ((GROUP if in_groups else WARP) / 16 + products)) / clock
     step = max(LATENCY / (tile.stages - 1), chain) if tile.stages > 1 else LATENCY + chain
-    return _norm(
+    times = (
         programs * (weights / blocks + (0 if cached else x_bytes)) / bandwidth,
         busiest * weights / (PORT.get(card.capability, 25.6) * clock),
         busiest * (weights + x_bytes) / (CACHE.get(card.capability, 16) * clock),
@@ -218,6 +218,7 @@ def _round(
         ceil_div(columns, columns_of_step) * step,
         _decode(busiest, columns, tile) / clock,
     )
+    return sum(time**6 for time in times) ** (1 / 6)
 
 
 def _decode(busiest: int, columns: int, tile: ProductTile) -> float:
@@ -230,7 +231,3 @@ def _decode(busiest: int, columns: int, tile: ProductTile) -> float:
     if tile.bits == 4 and tile.block_o < 32 * tile.warps:
         rate *= 0.75
     return busiest * tile.block_o * columns / rate
-
-
-def _norm(*times: float) -> float:
-    return sum(time**6 for time in times) ** (1 / 6)

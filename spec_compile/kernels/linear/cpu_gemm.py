@@ -96,13 +96,6 @@ def why_not(layout: "WeightLayout", parts: list[Tensor], dtype: torch.dtype) -> 
     return None if all(part.is_contiguous() for part in parts) else "its parts do not lie one row after the other"
 
 
-def quantised_product(kind: str, x: Tensor, parts: list[Tensor], bias: Tensor | None) -> Tensor | None:
-    """A quantised layer on a CPU, x [..., I] -> [..., O], of any number of rows; None if the kernel does not serve.
-    kind: its layout's."""
-    form = form_here(kind, x, parts)
-    return None if form is None else multiply(form, x, parts[0], parts[1], bias)
-
-
 def form_here(kind: str, x: Tensor, parts: list[Tensor]) -> ProductForm | None:
     """How the kernel takes a quantised layer of a kind for activations x; None: it does not."""
     if x.device.type != "cpu" or are_plain() or not parts:

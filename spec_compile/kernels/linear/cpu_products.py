@@ -12,7 +12,7 @@ from itertools import repeat
 import torch
 from torch import Tensor
 
-from ..launching import LIBRARY, are_plain
+from ..launching import LIBRARY, are_plain, expect
 from . import cpu_gemm
 from .cpu_gemm import ProductForm
 from .product import Gate, Product, RmsNorm
@@ -61,13 +61,15 @@ def cpu_products(
             stream = after if adds else stream
         return stream, x
     if layers:
-        (layer,) = layers
-        stream = x.new_empty(0) if residual is None else _sum(x, residual)
-        return stream, plain_product(replace(layer, x=x if residual is None else stream)).contiguous()
+        stream = x.new_empty(0)
+        if residual is not None:
+            expect("residual", residual, x.shape, x.dtype)
+            x = stream = x + residual
+        return stream, plain_product(replace(layers[0], x=x)).contiguous()
     chain, outputs, width = known
     stream, residual_at = x.new_empty(0), 0
     if residual is not None:
-        _check_residual(residual, torch.bfloat16, (*x.shape[:-1], width))
+        expect("residual", residual, (*x.shape[:-1], width), torch.bfloat16)
         residual = residual.contiguous()
         stream, residual_at = residual.new_empty(residual.shape), residual.data_ptr()
     x, rows = x.contiguous(), x.numel() // x.shape[-1]
@@ -88,18 +90,6 @@ def _form_of(x: Tensor, parts: list[Tensor], kind: str) -> ProductForm | None:
         return cpu_gemm.form_here(kind, x, parts)
     fits = not are_plain() and parts[0].dtype is x.dtype and parts[0].is_contiguous()
     return cpu_gemm.NUMBERS[x.dtype] if fits and cpu_gemm.multiplies(x.dtype, x.numel() // x.shape[-1]) else None
-
-
-def _sum(x: Tensor, residual: Tensor) -> Tensor:
-    _check_residual(residual, x.dtype, x.shape)
-    return x + residual
-
-
-def _check_residual(residual: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    if residual.dtype is not dtype:
-        raise TypeError(f"residual: expected {dtype}, got {residual.dtype}")
-    if residual.shape != shape:
-        raise ValueError(f"residual: expected the shape {list(shape)}, got {list(residual.shape)}")
 
 
 def entries(
@@ -205,6 +195,6 @@ def _(x, residual, tensors, kinds, numbers):
     stream = x.new_empty(0) if residual is None else residual.new_empty(residual.shape)
     for layer in _layers(x, tensors, kinds, numbers):
         if layer.before is not None and residual is not None:
-            _check_residual(residual, x.dtype, x.shape)
+            expect("residual", residual, x.shape, x.dtype)
         x = x.new_empty(*x.shape[:-1], _outputs(layer, x.shape[-1]))
     return stream, x

@@ -23,13 +23,7 @@ PRODUCTS = 4096
 """Products of `down` and x that a program holds, for all of the rank together."""
 
 
-@op_with_kernel("add_low_rank", lambda y, *_: y.new_empty(y.shape))
-def add_low_rank_op(y: Tensor, x: Tensor, down: Tensor, up: Tensor, scale: Tensor, rows: Tensor) -> Tensor:
-    """See `add_low_rank`."""
-    return add_low_rank(y, x, down, up, scale, rows)
-
-
-@on_gpu(add_low_rank_op)
+@on_gpu(op_with_kernel("add_low_rank", lambda y, *_: y.new_empty(y.shape))(add_low_rank))
 def launch(y, x, down, up, scale, rows) -> Tensor:
     """`add_low_rank` by the kernel, or by a library for many tokens and in float64."""
     batch, tokens, outputs = y.shape

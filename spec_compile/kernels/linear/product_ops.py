@@ -16,7 +16,7 @@ from ...quantised.rows import rounds_activations
 from .. import ops
 from ..all_reduce import EXCHANGES, all_reduce
 from ..card import card_of
-from ..launching import LIBRARY
+from ..launching import LIBRARY, new_op
 from ..ops import as_rows
 from . import cpu_gemm
 from .plans import MAX_HEAD, ProductPlan, appending, ceil_div, squared_columns
@@ -38,9 +38,9 @@ def _quantised_product(x: Tensor, parts: list[Tensor], bias: Tensor | None, kind
         raise ValueError(f"x, parts: expected [..., I] and the parts of a layer, got {list(x.shape)} and {len(parts)}")
     if not rounds_activations.get():
         return layout_of(kind).unrounded(x, parts, bias)  # guard: rounded-activations
-    out = cpu_gemm.quantised_product(kind, x, parts, bias)
-    if out is not None:
-        return out
+    form = cpu_gemm.form_here(kind, x, parts)
+    if form is not None:
+        return cpu_gemm.multiply(form, x, *parts, bias)
     cpu_gemm.check_activations(x)
     try:
         return layout_of(kind).product(x, parts, bias)
@@ -48,12 +48,10 @@ def _quantised_product(x: Tensor, parts: list[Tensor], bias: Tensor | None, kind
         raise ValueError(f"parts: expected a layer of the kind {kind!r} with {x.shape[-1]} inputs") from error
 
 
-def _quantised_linear(x: Tensor, parts: list[Tensor], bias: Tensor | None, kind: str) -> Tensor:
-    return _quantised_product(x, parts, bias, kind).contiguous()
-
-
 LIBRARY.define("quantised_linear(Tensor x, Tensor[] parts, Tensor? bias, str kind) -> Tensor")
-LIBRARY.impl("quantised_linear", _quantised_linear, "CompositeExplicitAutograd")
+LIBRARY.impl(
+    "quantised_linear", lambda *arguments: _quantised_product(*arguments).contiguous(), "CompositeExplicitAutograd"
+)
 quantised_linear = torch.ops.spec_compile.quantised_linear
 """A quantised linear layer: x [..., I], the parts of a layout, bias [O] or None -> [..., O] of x's dtype.
 
@@ -123,7 +121,7 @@ def plain_product(layer: Product) -> Tensor:
     return out.to(x.dtype)
 
 
-@torch.library.custom_op("spec_compile::product_to_stream", mutates_args=())
+@new_op("product_to_stream", lambda x, weight, bias, residual, norm, offset, *_: empty_stream(residual, norm, offset))
 def product_to_stream(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, norm_weight: Tensor, offset: float,
     scales: Tensor | None = None, kind: str = "", group_name: str = "",
@@ -152,11 +150,6 @@ def product_to_stream(
     return stream.view(residual.shape), after.scaled.view(residual.shape), after.squares
 
 
-@product_to_stream.register_fake
-def _(x, weight, bias, residual, norm_weight, offset, scales=None, kind="", group_name=""):
-    return empty_stream(residual, norm_weight, offset)
-
-
 def empty_stream(residual: Tensor, norm_weight: Tensor, offset: float) -> tuple[Tensor, Tensor, Tensor]:
     """Memory for the results of `product_to_stream`."""
     after = stream_after(residual, norm_weight, offset)
@@ -173,15 +166,10 @@ def stream_after(residual: Tensor, norm_weight: Tensor, offset: float) -> Residu
 
 def plain_stream(out: Tensor, residual: Tensor, norm_weight: Tensor, offset: float) -> tuple[Tensor, Tensor, Tensor]:
     """The results of `product_to_stream` in plain PyTorch, from a product that is rounded."""
-    stream = out + residual
-    return stream, (stream.float() * (norm_weight.float() + offset)).to(stream.dtype), _squares(stream)
-
-
-def _squares(stream: Tensor) -> Tensor:
-    """[..., O] -> [R, T] float32, see `product_to_stream`."""
-    size = stream.shape[-1]
+    stream, size = out + residual, residual.shape[-1]
+    scaled = (stream.float() * (norm_weight.float() + offset)).to(stream.dtype)
     wide = F.pad(stream.reshape(-1, size).float().square(), (0, -size % squared_columns(size)))
-    return wide.unflatten(1, (-1, squared_columns(size))).sum(dim=2)
+    return stream, scaled, wide.unflatten(1, (-1, squared_columns(size))).sum(dim=2)
 
 
 def _sum_of_ranks(layer: Product, plan: ProductPlan, after: ResidualStream, group_name: str) -> Tensor:

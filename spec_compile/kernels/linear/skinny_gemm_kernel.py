@@ -241,9 +241,7 @@ def load_stream(stream, column, n, rows, height, stride_r):
 
 
 @triton.jit
-def store_stream(
-    acc, residual, norm, out_ptr, stream, column, n, tile, rows, height, SQUARED: tl.constexpr
-):  # fmt: skip
+def store_stream(acc, residual, norm, out_ptr, stream, column, n, tile, rows, height, SQUARED: tl.constexpr):
     """The residual stream with the sums [HEIGHT, BLOCK_N] added, to out [rows, height], and the first half of the next
     RMSNorm: times its weight to scaled [rows, height], and each SQUARED columns' sum of squares to squares."""
     mask = (column < height)[:, None] & (n < rows)[None, :]

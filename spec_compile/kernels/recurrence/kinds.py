@@ -54,8 +54,7 @@ def parents_of(ancestors: Tensor) -> Tensor:
     [0b1, 0b11, 0b101] gives [-1, 0, 0].
     """
     nodes = torch.arange(ancestors.shape[1], device=ancestors.device)
-    above = is_ancestor(ancestors) & (nodes[:, None] > nodes)
-    return torch.where(above, nodes, -1).amax(dim=2)
+    return torch.where(is_ancestor(ancestors) & (nodes[:, None] > nodes), nodes, -1).amax(dim=2)
 
 
 # Linear attention with decay: with the delta rule (Gated DeltaNet, Kimi Delta Attention), and without (Mamba-2).
@@ -103,8 +102,7 @@ def _attend(inputs: Inputs, state: Tensor, sees: Tensor) -> tuple[Tensor | None,
     after = after + (k * decay[..., -1, :].transpose(2, 3)).transpose(2, 3) @ written
     if q is None:
         return None, after
-    out = (q * from_root) @ state + _products(q, k, decay) @ written
-    return out.transpose(1, 2), after
+    return ((q * from_root) @ state + _products(q, k, decay) @ written).transpose(1, 2), after
 
 
 def _products(x: Tensor, k: Tensor, decay: Tensor) -> Tensor:
@@ -133,13 +131,10 @@ def _linear_chunk(inputs: Inputs, state: Tensor, valid: Tensor) -> tuple[Tensor 
     return (None if q is None else torch.cat(outputs, dim=1)), state
 
 
-def _linear_tree(inputs: Inputs, state: Tensor, ancestors: Tensor) -> Tensor:
-    return _attend(inputs, state, is_ancestor(ancestors))[0].contiguous()
-
-
 DECAY, DELTA = (
     RecurrenceKind(
-        name, kept, constants=(), output=2, chunk=_linear_chunk, tree=_linear_tree,
+        name, kept, constants=(), output=2, chunk=_linear_chunk,
+        tree=lambda inputs, state, ancestors: _attend(inputs, state, is_ancestor(ancestors))[0].contiguous(),
         state=lambda inputs: ((inputs[2].shape[2], inputs[1].shape[3], inputs[2].shape[3]), torch.float32),
     )
     for name, kept in (("decay", (1, 2, 3)), ("delta", (1, 2, 3, 4)))
@@ -269,8 +264,7 @@ def shifted(state: Tensor, x: Tensor, valid: Tensor) -> Tensor:
     history = state.shape[1]
     source = (valid[:, None] + torch.arange(history, device=x.device))[:, :, None].expand_as(state)
     old = state.gather(1, source.clamp(max=history - 1))
-    new = x.gather(1, (source - history).clamp(min=0)).to(state.dtype)
-    return torch.where(source < history, old, new)
+    return torch.where(source < history, old, x.gather(1, (source - history).clamp(min=0)).to(state.dtype))
 
 
 def _window_chunk(inputs: Inputs, state: Tensor, valid: Tensor) -> tuple[Tensor | None, Tensor]:

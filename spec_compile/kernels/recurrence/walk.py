@@ -74,9 +74,7 @@ def launch(ancestors: Tensor) -> Tensor:
     """`tree_walk` by the kernel."""
     batch, nodes = ancestors.shape
     walk = _empty_walk(ancestors)
-    walk_kernel[(batch,)](
-        ancestors.contiguous(), walk, nodes, BLOCK=max(1 << (nodes - 1).bit_length(), 2), num_warps=4
-    )  # fmt: skip
+    walk_kernel[(batch,)](ancestors.contiguous(), walk, nodes, BLOCK=max(1 << (nodes - 1).bit_length(), 2), num_warps=4)
     return walk
 
 

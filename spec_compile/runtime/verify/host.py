@@ -201,9 +201,7 @@ class HostAcceptor:
     def _goes_on(self, row: int) -> bool:
         return self.answer.needs(row) and not self.answer.full(row)
 
-    def _choose(
-        self, tree: Tree, rows: Tensor, node: Tensor, gained: Tensor, scores: Tensor, raw: Tensor
-    ) -> Tensor:  # fmt: skip
+    def _choose(self, tree: Tree, rows: Tensor, node: Tensor, gained: Tensor, scores: Tensor, raw: Tensor) -> Tensor:
         """The next token [R] int64 after one node of each of R rows.
 
         rows, node: [R] int64.
