@@ -145,8 +145,7 @@ class RoundPipeline(Generic[S]):
     def catch_up(self, session: Session, longest: int) -> None:
         """Let the drafter process the tokens that it is late by, if there are any. longest: see `launch`."""
         if self.late:
-            size = session.late_size(self.late)
-            session.catch_up(size, session.max_kv_len(longest + size))
+            session.catch_up(self.late, longest)
             self.late = 0
 
     def collect(self) -> tuple[InFlightRound[S], list[tuple[S, Outcome]]]:
@@ -275,7 +274,7 @@ class Call:
         if self.past is not None:
             session.pay()
             if session.late:
-                session.catch_up(session.late_size(session.late), session.max_kv_len(session.capacity))
+                session.catch_up(session.late, session.capacity)
         costs = session.policies[self._kind].costs
         session.late, session.owed, costs.owed = 0, [], 0
         if session.ring is not None:
@@ -296,7 +295,7 @@ class Call:
         prompt_sizes = self._chunks(max(len(prompt) - 1 - begin for prompt, begin in zip(prompts, begins)))
         self._build_rounds(prompt_sizes)
         if self.past is not None and self.past.features is not None and runtime.algorithm.remembers:
-            session.prefill_draft(self.past.features, self.past.padding, begins, self._chunks(max(begins)))
+            session.prefill_draft(self.past, self._chunks(max(begins)))
         is_plain = self._first_logits is not None or self._begins_plain
         puts_off = is_plain and not runtime.on_gpu and runtime.algorithm.remembers  # until a round drafts
         done = max(begins)  # prompts of 9 and 6 tokens, of which the state has 4 and 0: 5 more, and 9 slots are visible

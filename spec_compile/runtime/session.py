@@ -9,20 +9,21 @@ from itertools import accumulate, repeat
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..cache import PAGE, ROUNDED, Cache
 from ..compile.replay import Captured, CaptureError, OutcomeRing
 from ..compile.start import timed
 from ..drafting import Drafter, caches, use_pages
 from ..kernels.attention import BACKENDS
-from ..kernels.ops import places
+from ..kernels.ops import gather_rows, places
 from ..kernels.together import compile_together
 from ..outcome import WIDEST
 from ..tree import MAX_NODES, Accepted, Tree, ancestry
 from .compiled_steps import CompiledSteps, untouched
 from .draft_budget import KNEES, DraftBudget, VaryingTreeBudget, WholeTreeBudget
 from .draft_record import Hindsight
+from .prompt import Past
 from .round import PREFILL_SIZES, RidingVerify
 from .runtime import Runtime
 from .state import LATE_SIZES, State
@@ -205,25 +206,14 @@ class Session:
             self.state.resize(slots)
             self.drafter.resize(slots)
 
-    def prefill_draft(
-        self, features: list[Tensor], padding: list[int], begins: list[int], sizes: list[int], known: int = 0
-    ) -> None:
-        """Let only the draft process `begins` [B] tokens of each prompt, which the target has processed, after `known`.
-
-        features: see `Past`.
-        padding: positions of padding on the left of each row [B].
-        sizes: tokens of each step.
-        """
-        rows = [
-            nn.utils.rnn.pad_sequence(
-                [values[pad : pad + begin] for values, pad, begin in zip(feature, padding, begins)], batch_first=True
-            )
-            for feature in features
-        ]  # without padding on the left
-        rows = [nn.functional.pad(row, (0, 0, 0, sum(sizes) - row.shape[1])) for row in rows]
+    def prefill_draft(self, past: Past, sizes: list[int], known: int = 0) -> None:
+        """Let only the draft process the tokens after `known` of each prompt, which the target has processed, in chunks
+        of these sizes. What lies after a row's last token is never seen."""
+        begin = torch.tensor(past.padding, device=self.runtime.device)[:, None]
         self.state.lengths.fill_(known)
         for size, end in zip(sizes, accumulate(sizes)):
-            chunk = [row[:, end - size : end].contiguous() for row in rows]
+            columns = begin + torch.arange(end - size, end, device=begin.device)
+            chunk = [gather_rows(each, columns.clamp(max=each.shape[1] - 1)) for each in past.features or ()]
             self.get(StepKind.PREFILL)(size, self.max_kv_len(known + end), chunk)
 
     def _few_nodes(self) -> list[int]:
@@ -308,21 +298,18 @@ class Session:
         """Propose the first trees of a call; the rounds propose all others."""
         (self.get(StepKind.PROPOSE) if self.captures else self._propose)(max_kv_len)
 
-    def late_size(self, late: int) -> int:
-        """The smallest size of the steps that catch up by `late` tokens."""
-        return next(size for size in LATE_SIZES[self.runtime.device.type] if size >= late)
-
-    def catch_up(self, size: int, max_kv_len: int) -> None:
-        """Let the drafter process the tokens that it is late by, `size` at most."""
-        self.get(StepKind.CATCH_UP, size)(max_kv_len)
+    def catch_up(self, late: int, longest: int) -> None:
+        """Let the drafter process the `late` tokens or fewer that it is late by. longest: of `State.lengths`."""
+        size = next(size for size in LATE_SIZES[self.runtime.device.type] if size >= late)
+        self.get(StepKind.CATCH_UP, size)(self.max_kv_len(longest + size))
 
     def proposal_steps(self, late: int = 32) -> list[tuple[Kind, int]]:
         """The steps that a proposal needs, to be made before a round is under way.
 
-        late: tokens that the drafter may be late by before it; for more a step is made when they are there.
+        late: tokens, one of `LATE_SIZES`, that the drafter may be late by; for more a step is made when they are there.
         """
         catches_up = self.runtime.algorithm.plan.is_whole and self.policies[StepKind.ROUND].adaptive
-        sizes = [size for size in LATE_SIZES[self.runtime.device.type] if size <= self.late_size(late)]
+        sizes = [size for size in LATE_SIZES[self.runtime.device.type] if size <= late]
         catch_up = [(StepKind.CATCH_UP, size) for size in sizes if catches_up]
         return [(StepKind.PROPOSE, 0), *catch_up] if self.captures else []
 

@@ -34,7 +34,7 @@ class OwnRows(Rows):
             self.state.prompt_lengths.fill_(past.length + 1)
             if past.features is not None and self.runtime.algorithm.remembers:
                 sizes = [*chunks(count, self.all.prefill_sizes, STEP_COST[self.runtime.device.type])]
-                self.all.prefill_draft(past.features, past.padding, [count], sizes, sequence.done)
+                self.all.prefill_draft(past, sizes, sequence.done)
             self.state.fill(past, [past.length])
             sequence.done = past.length
         if sequence.done >= sequence.request.process.end and self._prefill.free:
