@@ -120,9 +120,10 @@ GUARDS = [
         ("slots-of-attention", ZERO, "capture/test_modules.py -k positions_that_llama4"),
         (
             "end-of-a-prompt",
-            "state.lengths.add_(size)",
+            "lengths.add_(size)",
             "product/test_drop_in.py -k 'test_each_row_of_a_batch_is_its_own_run and llama'",
         ),
+        ("put-off-prompts", SKIP, "drafters/test_draft_rounds.py -k rounds_without_any"),
         ("ends-of-slices", SKIP, "batching/test_rides.py -k 'generate and tree'"),
         ("ended-rows", SKIP, "runtime/test_generate.py -k 'every_row_ends'"),
         ("longest-text", NEVER, "runtime/test_generate_errors.py -k test_a_wrong_option"),

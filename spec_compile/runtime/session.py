@@ -286,7 +286,7 @@ class Session:
         owed, self.owed = self.owed, []
         for size, lengths, features in owed:
             with self.state.rewound():
-                self.state.lengths.copy_(lengths)
+                self.state.lengths.copy_(lengths)  # guard: put-off-prompts
                 self.get(StepKind.PREFILL)(size, self.max_kv_len(int(lengths.max()) + size), features)
         return bool(owed)
 
