@@ -306,9 +306,8 @@ class Intake:
         """The request as transformers prepares it, from an earlier one that was alike if there is one."""
         copied: Any = shallow(self._model, self._class)
         copied.generation_config = defaults
-        key, device = None, self._ids.device
-        if not arguments:
-            key = make_key(copied, device, self._ids, None, {"generation_config": config})
+        device = self._ids.device
+        key = None if arguments else make_key(copied, device, self._ids, None, {"generation_config": config})
         with self._lock:
             found = self._remembered.find(key)
         if found is not None:

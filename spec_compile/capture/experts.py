@@ -49,8 +49,7 @@ def _experts(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_
     if getattr(module, "has_post_expert_norm", False):  # a norm between the second product and the weights
         return EXPERTS_INTERFACES[0]["grouped_mm"](module, hidden_states, top_k_index, top_k_weights)
     first, second = "gate_up_proj" if _has_gate(module) else "up_proj", "down_proj"
-    layout = dict(transposed=getattr(module, "is_transposed", False), biased=_has_bias(module))
-    layout["block"] = _block(module)
+    layout = dict(transposed=getattr(module, "is_transposed", False), biased=_has_bias(module), block=_block(module))
     gate = _gate(module)
     x = UP(hidden_states, top_k_index, _parts(module, first), ExpertFormat(**gate, **layout).text)
     if gate["gate"] == "none":

@@ -194,8 +194,7 @@ class Part:
             counts["traced"] += 1
             self.describe(sources, result)
             options = CPU_OPTIONS if compiler.device.type == "cpu" else GPU_OPTIONS
-            job = job_of(rows, specs, options, compiler.threads)
-            compiler.parts.provide(self, job, self._digest(arguments))
+            compiler.parts.provide(self, job_of(rows, specs, options, compiler.threads), self._digest(arguments))
 
     def _digest(self, arguments: tuple) -> str:
         """By which a later process finds what such a first call was traced and compiled to."""

@@ -101,11 +101,10 @@ class Prompt:
         padding = [0] * batch
         offsets: list[int] | None = [0] * batch
         if mask is not None:
-            is_left_padded = False
-            if mask.shape == (batch, width):
-                is_left_padded = not bool((mask.diff(dim=1) < 0).any()) and bool(mask.any(dim=1).all())
-                padding = (mask == 0).sum(dim=1).tolist()
-            offsets = offsets if is_left_padded else None
+            fits = mask.shape == (batch, width)
+            padding = (mask == 0).sum(dim=1).tolist() if fits else padding
+            if not fits or (mask.diff(dim=1) < 0).any() or not mask.any(dim=1).all():  # not padding on the left
+                offsets = None
         has_pictures, positions = _has_pictures(model_kwargs), model_kwargs.get("position_ids")
         if positions is not None and offsets is not None:
             first = cached if embeds is None and not has_pictures else width - 1

@@ -19,20 +19,20 @@ SOURCES = {".py", ".cpp", ".h", ".cu", ".html"}
 SIDES = {"serve", "train", "tools", "contrib"}
 LINES = {
     "": 2709,
-    "batching": 3704,
-    "capture": 4611,
-    "compile": 3166,
-    "contrib": 5517,
+    "batching": 3703,
+    "capture": 4610,
+    "compile": 3165,
+    "contrib": 5510,
     "drafters": 5450,
     "kernels": 13366,
     "ngram": 2743,
     "parallel": 828,
     "passes": 3090,
-    "quantised": 2717,
-    "runtime": 6229,
-    "serve": 7881,
-    "tools": 2222,
-    "train": 4720,
+    "quantised": 2721,
+    "runtime": 6225,
+    "serve": 7879,
+    "tools": 2221,
+    "train": 4718,
 }
 """The most lines of a folder, with the folders in it; "" has the files at the top."""
 CORE_FILES = 229

@@ -190,8 +190,7 @@ class Decoder:
     def tokens(self: Any, input_ids: Tensor, position_ids: Tensor | None, cache: Any) -> dict[str, Any]:
         """The arguments of the original's forward for decoder tokens."""
         takes_positions = "decoder_position_ids" in inspect.signature(super().forward).parameters
-        positions = {"decoder_position_ids": position_ids} if takes_positions else {}
-        return {"decoder_input_ids": input_ids, **positions}
+        return {"decoder_input_ids": input_ids} | ({"decoder_position_ids": position_ids} if takes_positions else {})
 
     def attended(self, states: Tensor) -> Tensor:
         """The input of the layers' keys and values, for the encoder's output `states` [B, S, C]."""

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from transformers import BatchEncoding
 
 from .demo import check_length
 from .streamed import SourcedStreamer, TokenSources, coloured
@@ -73,12 +72,9 @@ class TerminalChat:
 
     def answer(self, line: str) -> None:
         """Answer a line. The conversation keeps both, also if the answer is stopped."""
-        has_template = bool(self.tokenizer.chat_template)
         messages = [*self.messages, {"role": "user", "content": line}]
-        if has_template:
-            ids = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)[
-                "input_ids"
-            ]
+        if self.tokenizer.chat_template:
+            ids = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
         else:
             ids = self.ids + self.tokenizer(line, add_special_tokens=not self.ids)["input_ids"]
         try:
@@ -91,10 +87,9 @@ class TerminalChat:
                 self.tokenizer, lambda pieces: self.console.print(coloured(pieces), end=""),
                 TokenSources.of(self.fast, ids), lambda: stats.trace, lambda: bool(seen),
             )  # fmt: skip
-            inputs = BatchEncoding({"input_ids": torch.tensor([ids])}).to(self.fast.device)
-            inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
-            pad = self.tokenizer.pad_token_id or 0
-            rounds = stats.rounds
+            rows = torch.tensor([ids], device=self.fast.device)
+            inputs = {"input_ids": rows, "attention_mask": torch.ones_like(rows)}
+            pad, rounds = self.tokenizer.pad_token_id or 0, stats.rounds
             try:
                 self.fast.generate(
                     **inputs, **self.sampling, max_new_tokens=self.new_tokens, pad_token_id=pad, streamer=streamer

@@ -166,14 +166,13 @@ def show(console: Console, model: Any, fast: Any, tokenizer: Any, inputs: Any, n
         each.generate(**inputs, **options | {"max_new_tokens": min(WARM, new_tokens)})
     if fast.speculation.engine.runtime.algorithm.store is not None:
         fast.speculation.ngram.reset()  # drafts know only the prompt
-    prompt = inputs["input_ids"][0].tolist()
     lines = min(max(console.height - 4, 4), MOST_LINES)
     live = Live(
         get_renderable=lambda: comparison.screen(console, lines), console=console, transient=True, refresh_per_second=12
     )
     with live:
         comparison.runs[0].ask(model, tokenizer, inputs, options, None)
-        comparison.runs[1].ask(fast, tokenizer, inputs, options, TokenSources.of(fast, prompt))
+        comparison.runs[1].ask(fast, tokenizer, inputs, options, TokenSources.of(fast, inputs["input_ids"][0].tolist()))
     if console.is_terminal:
         console.print(comparison.screen(console, None), soft_wrap=False)
     else:
