@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..compat import gather_parts
-from ..kernels.launching import new_op
 from .codes import Codes, Place, WeightLayout, exact_linear, grouped, packed_nibbles, unpacked_nibbles
 from .fp8 import FP8
 from .pack_gpu import WIDTH, Words, group_of
@@ -32,7 +31,7 @@ def rounded_rows(x: Tensor, dtype: torch.dtype, scales: Tensor | None = None) ->
     return codes * scales
 
 
-@new_op("rounded_over_ranks", lambda x, dtype, group_name: torch.empty_like(x))
+@torch.library.custom_op("spec_compile::rounded_over_ranks", mutates_args=())
 def rounded_over_ranks(x: Tensor, dtype: torch.dtype, group_name: str) -> Tensor:
     """`rounded_rows` of rows [..., I] of which each rank has other columns, with the scales of the whole rows.
 
@@ -42,6 +41,11 @@ def rounded_over_ranks(x: Tensor, dtype: torch.dtype, group_name: str) -> Tensor
         return x.clone()
     largest = gather_parts(x.abs().amax(dim=-1, keepdim=True), group_name).amax(dim=0)  # guard: rank-rounding
     return rounded_rows(x, dtype, largest / LARGEST[dtype])
+
+
+@rounded_over_ranks.register_fake
+def _(x, dtype, group_name):
+    return torch.empty_like(x)
 
 
 class RoundsRows(WeightLayout):

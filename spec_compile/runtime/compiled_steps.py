@@ -187,8 +187,7 @@ def _run_example(runtime: Runtime, shape: Shape, build: Callable[[CompiledSteps]
         with untouched(example.state, example.drafter):
             if runtime.cold_start is not None:
                 # Steps run only when they are made, so these are others.
-                other = CompiledSteps(runtime, example.state, example.drafter, shape)
-                compile_together(partial(build, other))
+                compile_together(partial(build, CompiledSteps(runtime, example.state, example.drafter, shape)))
             build(example)
     finally:
         runtime.parts.open(None)
@@ -368,8 +367,7 @@ def _module_facts(module: nn.Module) -> list:
     for path, part in module.named_modules():
         values = [(name, _layout(value)) for name, value in vars(part).items() if name not in machinery]
         held = [*held_items(part._parameters), *held_items(part._buffers)]
-        tensors = [(name, _layout(value)) for name, value in held]
-        facts.append((path, type(part).__qualname__, values, tensors))
+        facts.append((path, type(part).__qualname__, values, [(name, _layout(value)) for name, value in held]))
     return facts
 
 

@@ -103,7 +103,7 @@ class Prompt:
         if mask is not None:
             fits = mask.shape == (batch, width)
             padding = (mask == 0).sum(dim=1).tolist() if fits else padding
-            if not fits or (mask.diff(dim=1) < 0).any() or not mask.any(dim=1).all():  # not padded on the left alone
+            if not fits or (mask.diff(dim=1) < 0).any() or not mask.any(dim=1).all():  # not padding on the left
                 offsets = None
         has_pictures, positions = _has_pictures(model_kwargs), model_kwargs.get("position_ids")
         if positions is not None and offsets is not None:

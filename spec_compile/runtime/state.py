@@ -131,8 +131,7 @@ class State(nn.Module):
         sent = sent.to(self.tokens.device, non_blocking=True)
         # They are put into place by few launches.
         ids, ends, *values = sent.split([len(prompt), len(eos), *[1] * len(integers)])
-        texts = self.tokens[row, : len(prompt)]
-        torch._foreach_copy_([texts, *(buffers[name] for name in integers)], [ids, *values])
+        torch._foreach_copy_([self.tokens[row, : len(prompt)], *(buffers[name] for name in integers)], [ids, *values])
         for name in numbers.keys() - integers:
             buffers[name].fill_(numbers[name])
         self.is_eos[row].zero_().index_fill_(0, ends, True)

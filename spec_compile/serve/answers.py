@@ -144,8 +144,7 @@ class FreeParser(ResponseParser):
         if closing and _is_call(closing[0]["value"]):
             events += closing
         elif not is_cut:
-            text = self._buffer[self._begin : self._pos]
-            events.append({"type": "region_chunk", "field": "content", "text": text})
+            events.append({"type": "region_chunk", "field": "content", "text": self._buffer[self._begin : self._pos]})
 
 
 def _is_call(value: Any) -> bool:

@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 LEVELS = (
-    "errors extensions folders inventory registry", "compat", "graph tree", "cache outcome forks parallel",
+    "errors", "extensions folders inventory registry", "compat", "graph tree", "cache outcome forks parallel",
     "quantised", "kernels", "ngram", "config", "passes", "capture", "compile", "drafting stats", "runtime",
     "drafters", "batching", "contrib", "api cli", "backend custom_generate", "train tools", "serve",
 )  # fmt: skip

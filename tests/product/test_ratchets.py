@@ -28,11 +28,11 @@ LINES = {
     "ngram": 2743,
     "parallel": 828,
     "passes": 3090,
-    "quantised": 2717,
-    "runtime": 6228,
-    "serve": 7881,
-    "tools": 2222,
-    "train": 4720,
+    "quantised": 2721,
+    "runtime": 6225,
+    "serve": 7879,
+    "tools": 2221,
+    "train": 4718,
 }
 """The most lines of a folder, with the folders in it; "" has the files at the top."""
 CORE_FILES = 229
