@@ -142,7 +142,9 @@ struct IntSums {
         __asm__("vpdpwssd %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b));
         return sum;
 #else
-        return sum + (Ints)VECTOR(madd_epi16)(a, b);
+        const Packed products = VECTOR(madd_epi16)(a, b);
+        __asm__("vpaddd %1, %0, %0" : "+v"(sum) : "v"(products));  // whose order the compiler keeps, without spilling
+        return sum;
 #endif
     }
 };
