@@ -75,7 +75,8 @@ constexpr int kOutputs = 4;  // of a tile
 
 // Some outputs of w and rows of x, and their sums so far.
 template <class S> struct Tile {
-    const typename S::Element *w, *x;
+    const typename S::Weight* w;
+    const typename S::Element* x;
     int64_t w_stride, x_stride, columns, ahead;
     typename S::Sum* sums;  // [rows, kPanelOutputs]
     bool first;
@@ -85,7 +86,8 @@ template <class S> struct Tile {
 template <class S, int O, int M, bool kAhead> KERNEL void multiply(Tile<S> t) {
     typename S::Sum sums[O][M];
     typename S::Sum* const kept = t.sums;
-    const typename S::Element *w = t.w, *x = t.x;
+    const typename S::Weight* w = t.w;
+    const typename S::Element* x = t.x;
     const int64_t w_stride = t.w_stride, x_stride = t.x_stride, columns = t.columns, ahead = t.ahead;
     if (t.first) {
 #pragma GCC unroll 8
@@ -159,6 +161,7 @@ KERNEL void chunk_of(const Product& p, int64_t row, int64_t begin, int64_t end, 
     static_assert(sizeof(typename S::Sum) * kChunk * kPanelOutputs <= Scratch::kSumBytes);
     constexpr bool kDirect = std::is_void_v<W>;
     typedef typename S::Element Element;
+    typedef typename S::Weight Weight;
     typename S::Sum* sums = reinterpret_cast<typename S::Sum*>(scratch.sums);
     Element* panel = reinterpret_cast<Element*>(scratch.panel);
     const Element* x = static_cast<const Element*>(p.prepared);
@@ -171,12 +174,13 @@ KERNEL void chunk_of(const Product& p, int64_t row, int64_t begin, int64_t end, 
             // Bytes from these weights to those that come next: of these outputs, or the first of the next ones.
             const bool last = k + most >= p.padded();
             const int64_t ahead = (last ? -k : most) * p.row_bytes / p.inputs + (last ? outputs * p.row_bytes : 0);
-            Tile<S> t{panel, x + row * p.x_stride + k, most, p.x_stride, columns, 0, sums, k == 0};
+            Tile<S> t{nullptr, x + row * p.x_stride + k, most, p.x_stride, columns, 0, sums, k == 0};
             if constexpr (kDirect) {
-                t.w = reinterpret_cast<const Element*>(p.w + o * p.row_bytes) + k;
-                t.w_stride = p.row_bytes / int64_t(sizeof(Element));
-                t.ahead = ahead / int64_t(sizeof(Element));
+                t.w = reinterpret_cast<const Weight*>(p.w + o * p.row_bytes) + k;
+                t.w_stride = p.row_bytes / int64_t(sizeof(Weight));
+                t.ahead = ahead / int64_t(sizeof(Weight));
             } else {
+                t.w = panel;
                 for (int64_t i = 0; i < here; i++) W::panel(p, o + i, k, columns, ahead, panel + i * most);
             }
             panel_times_rows<S, kDirect>(t, here, rows);
@@ -301,7 +305,8 @@ KERNEL Kernel kernel_of(const Product& p) {
     // Numbers of many rows are copied, because rows of w as they lie share the same few lines of the L1 cache.
     const bool copied = p.inputs != p.padded() || p.rows > kMostRows;
     if (p.weights == Weights::float32) return copied ? chunk_of<FloatSums, Numbers<float>> : chunk_of<FloatSums, void>;
-    if (p.weights == Weights::bfloat16) return chunk_of<FloatSums, Numbers<uint16_t>>;
+    if (p.weights == Weights::bfloat16)
+        return copied ? chunk_of<FloatSums, Numbers<uint16_t>> : chunk_of<HalfSums, void>;
     return p.weights == Weights::int8 ? chunk_of<FloatSums, Bytes<false>> : chunk_of<FloatSums, Bytes<true>>;
 #endif
 }

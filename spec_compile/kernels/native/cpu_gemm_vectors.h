@@ -122,18 +122,25 @@ INLINE void put_outputs(const Product& p, int64_t at, const float* numbers, int6
 #endif
 }
 
-// How tiles are summed: an Element of prepared rows and panels, of which a vector is multiplied and added at once.
+// How tiles are summed: an Element of prepared rows, and a Weight of panels or where it lies, of which a vector is
+// multiplied and added at once.
 
 struct FloatSums {
-    typedef float Element;
+    typedef float Element, Weight;
     typedef Floats Sum;
     static constexpr int kStep = kLanes;
     static INLINE Floats load(const float* at) { return vector_at<Floats>(at); }
     static INLINE Sum add(Sum sum, Floats a, Floats b) { return fma(a, b, sum); }
 };
 
+struct HalfSums : FloatSums {  // weights of bfloat16 are not copied
+    typedef uint16_t Weight;
+    using FloatSums::load;
+    static INLINE Floats load(const uint16_t* at) { return ::load(at); }
+};
+
 struct IntSums {
-    typedef int16_t Element;
+    typedef int16_t Element, Weight;
     typedef Ints Sum;
     static constexpr int kStep = 2 * kLanes;
     static INLINE Packed load(const int16_t* at) { return vector_at<Packed>(at); }
@@ -142,7 +149,9 @@ struct IntSums {
         __asm__("vpdpwssd %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b));
         return sum;
 #else
-        return sum + (Ints)VECTOR(madd_epi16)(a, b);
+        const Packed products = VECTOR(madd_epi16)(a, b);
+        __asm__("vpaddd %1, %0, %0" : "+v"(sum) : "v"(products));  // whose order the compiler keeps, without spilling
+        return sum;
 #endif
     }
 };
