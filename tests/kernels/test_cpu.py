@@ -5,6 +5,7 @@ import math
 import os
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -90,17 +91,38 @@ def test_a_users_choice_and_a_number_that_fits_stay(four_threads, chosen, availa
     assert torch.get_num_threads() == 4
 
 
+def owned(path):
+    return torch.randn(NUMBERS)
+
+
+def read_from_a_file(path):
+    torch.randn(NUMBERS).numpy().tofile(path)
+    return torch.from_file(str(path), shared=False, size=NUMBERS)
+
+
+NUMBERS = 3 * cores.HUGE_PAGE // 4
+
+
+@pytest.mark.parametrize("free", [1 << 40, 1 << 20])
+@pytest.mark.parametrize("made", [owned, read_from_a_file])
 @pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="Linux without huge pages")
-def test_weights_lie_in_huge_pages():
-    """A mapping's flags have "hg" where a huge page is asked for. Addresses and numbers stay."""
-    x = torch.randn(3 * cores.HUGE_PAGE // 4)
+def test_weights_lie_in_huge_pages(made, free, tmp_path, monkeypatch):
+    """A mapping's flags have "hg" where a huge page is asked for. Addresses and numbers stay. Memory of a file is
+    replaced, if there is room, and not changed."""
+    monkeypatch.setattr(cores.psutil, "virtual_memory", lambda: SimpleNamespace(available=free))
+    path = tmp_path / "weights"
+    x = made(path)
     at, before = x.data_ptr(), x.clone()
     cores.use_huge_pages([x, torch.ones(3), torch.empty(0), torch.empty(4, device="meta")])
     assert x.data_ptr() == at and torch.equal(x, before)
-    flags, begin, end = None, 0, 0
+    flags, begin, end, file, inside = None, 0, 0, "", -(-at // cores.HUGE_PAGE) * cores.HUGE_PAGE
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
             begin, end = (int(number, 16) for number in line.split()[0].split("-"))
-        elif line.startswith("VmFlags:") and begin <= at + cores.HUGE_PAGE < end:
-            flags = line.split()[1:]
-    assert "hg" in flags
+            file = str(path) if line.endswith(str(path)) else ""
+        elif line.startswith("VmFlags:") and begin <= inside < end:
+            flags, from_file = line.split()[1:], bool(file)
+    assert "hg" in flags and from_file == (made is read_from_a_file and free == 1 << 20)
+    x.zero_()
+    if made is read_from_a_file:
+        assert torch.equal(torch.from_file(str(path), size=NUMBERS), before)
