@@ -120,7 +120,7 @@ GUARDS = [
         ("slots-of-attention", ZERO, "capture/test_modules.py -k positions_that_llama4"),
         (
             "end-of-a-prompt",
-            "lengths.add_(size)",
+            "state.lengths.add_(size)",
             "product/test_drop_in.py -k 'test_each_row_of_a_batch_is_its_own_run and llama'",
         ),
         ("put-off-prompts", SKIP, "drafters/test_draft_rounds.py -k rounds_without_any"),

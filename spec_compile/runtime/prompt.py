@@ -91,7 +91,10 @@ class Prompt:
         and the cache do not make up the attention mask's width.
         """
         embeds, mask = model_kwargs.get("inputs_embeds"), model_kwargs.get("attention_mask")
-        _check_ids(input_ids, embeds)
+        if input_ids.dim() == 2 and (input_ids.shape[0] == 0 or input_ids.is_floating_point()):
+            raise RuntimeError(f"input_ids: expected rows of integers, got {input_ids.dtype} {tuple(input_ids.shape)}")
+        if input_ids.dim() != 2 or (input_ids.shape[1] == 0 and embeds is None):
+            raise ValueError(f"input_ids: expected [batch, at least one token], got shape {tuple(input_ids.shape)}")
         ids = input_ids.cpu()  # tensors on a GPU are copied once
         mask = None if mask is None else mask.cpu().to(torch.int64)
         batch, id_width = ids.shape
@@ -125,14 +128,6 @@ class Prompt:
         unknown = next((token for row in self.tokens for token in row if not 0 <= token < vocab_size), None)
         if unknown is not None:
             raise ValueError(f"input_ids: token id {unknown} is outside the vocabulary of {vocab_size} tokens")
-
-
-def _check_ids(input_ids: Tensor, embeds: Tensor | None) -> None:
-    """Refuse anything but a batch of token ids, as transformers does."""
-    if input_ids.dim() == 2 and (input_ids.shape[0] == 0 or input_ids.is_floating_point()):
-        raise RuntimeError(f"input_ids: expected rows of integers, got {input_ids.dtype} {tuple(input_ids.shape)}")
-    if input_ids.dim() != 2 or (input_ids.shape[1] == 0 and embeds is None):
-        raise ValueError(f"input_ids: expected [batch, at least one token], got shape {tuple(input_ids.shape)}")
 
 
 def _width(id_width: int, cached: int, generation_config: GenerationConfig, mask: Tensor | None) -> int:

@@ -164,10 +164,10 @@ class Prefill(nn.Module):
         if features is None:
             features = self.model(ids, positions, state.lengths, None, state.cache, max_kv_len)
         if is_for_both:
-            self.conclude(size, ids, positions, features, max_kv_len)
-            return []
-        self.advance(size)
-        return features
+            self.conclude(ids, positions, features, max_kv_len)
+        ends = torch.maximum(state.prompt_lengths - 1, state.lengths)  # unchanged without a prompt, in warm-up
+        state.lengths.copy_(torch.minimum(state.lengths + size, ends))  # guard: end-of-a-prompt
+        return [] if is_for_both else features
 
     def catch_up(self, max_kv_len: int, size: int) -> None:
         """The drafter processes the tokens that it is late by, `size` at most: a prompt that ends with the root."""
@@ -179,18 +179,11 @@ class Prefill(nn.Module):
             self.forward(size, max_kv_len, features)
         state.late.zero_()
 
-    def conclude(self, size: int, ids: Tensor, positions: Tensor, features: list[Tensor], max_kv_len: int) -> None:
+    def conclude(self, ids: Tensor, positions: Tensor, features: list[Tensor], max_kv_len: int) -> None:
         state = self.state
         if state.position_offsets is not None:
             positions = positions - state.position_offsets[:, None]  # a drafter's positions are its slots
         self.guard(self.drafter.prefill, state, ids, positions, features, max_kv_len)
-        self.advance(size)
-
-    def advance(self, size: int) -> None:
-        """Count `size` more tokens of each prompt, as far as it has them."""
-        lengths = self.state.lengths
-        ends = torch.maximum(self.state.prompt_lengths - 1, lengths)  # unchanged without a prompt, in warm-up
-        lengths.copy_(torch.minimum(lengths + size, ends))  # guard: end-of-a-prompt
 
     def prepare(self, size: int) -> tuple[Tensor, Tensor]:
         """The next `size` tokens of every row and their positions."""

@@ -309,9 +309,8 @@ class Session:
         late: tokens, one of `LATE_SIZES`, that the drafter may be late by; for more a step is made when they are there.
         """
         catches_up = self.runtime.algorithm.plan.is_whole and self.policies[StepKind.ROUND].adaptive
-        sizes = [size for size in LATE_SIZES[self.runtime.device.type] if size <= late]
-        catch_up = [(StepKind.CATCH_UP, size) for size in sizes if catches_up]
-        return [(StepKind.PROPOSE, 0), *catch_up] if self.captures else []
+        sizes = [size for size in LATE_SIZES[self.runtime.device.type] if catches_up and size <= late]
+        return [(StepKind.PROPOSE, 0), *((StepKind.CATCH_UP, size) for size in sizes)] if self.captures else []
 
     def _propose(self, max_kv_len: int) -> None:
         self.state.root()

@@ -150,7 +150,8 @@ struct IntSums {
         return sum;
 #else
         const Packed products = VECTOR(madd_epi16)(a, b);
-        __asm__("vpaddd %1, %0, %0" : "+v"(sum) : "v"(products));  // whose order the compiler keeps, without spilling
+        // Not by +: the compiler would add products of several steps first, and keep these in memory meanwhile.
+        __asm__("vpaddd %1, %0, %0" : "+v"(sum) : "v"(products));
         return sum;
 #endif
     }
