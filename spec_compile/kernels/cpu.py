@@ -122,7 +122,7 @@ def _copy_from_files(libc: ctypes.CDLL, pages: Iterable[int]) -> None:
 
     The place changes in one step, so that other threads may read meanwhile.
     """
-    # Of a file whose changes stay in the process: "7f60a0000000-7f60b0000000 rw-p 00000000 08:01 1234 /a.safetensors".
+    # A file whose changes stay in the process: "7f60a0000000-7f60b0000000 rw-p 00000000 08:01 1234 /a.safetensors".
     lines = map(str.split, _text(ROOT / "proc/self/maps").splitlines())
     spans = [span.split("-") for span, access, _, _, node, *_ in lines if access == "rw-p" and node != "0"]
     places = (range(-(-int(begin, 16) // HUGE_PAGE), int(end, 16) // HUGE_PAGE) for begin, end in spans)

@@ -208,7 +208,7 @@ class Session:
 
     def prefill_draft(self, past: Past, sizes: list[int], known: int = 0) -> None:
         """Let only the draft process the tokens after `known` of each prompt, which the target has processed, in chunks
-        of these sizes. What lies after a row's last token is never seen."""
+        of these sizes. Nothing after a row's last token is seen."""
         begin = torch.tensor(past.padding, device=self.runtime.device)[:, None]
         self.state.lengths.fill_(known)
         for size, end in zip(sizes, accumulate(sizes)):
