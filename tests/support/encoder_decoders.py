@@ -110,9 +110,9 @@ def chances(model, start):
 
 
 def fit_of_draws(fast, chances):
-    """How well 2,000 answers that are drawn for `SOURCE` fit their chances, see `distributions.fit`. At once they would
+    """How well 1,200 answers that are drawn for `SOURCE` fit their chances, see `distributions.fit`. At once they would
     have 10 GB of states."""
     torch.manual_seed(0)
     options = dict(do_sample=True, top_k=0, max_new_tokens=distributions.PLACES, num_return_sequences=200)
-    drawn = torch.cat([fast.generate(SOURCE, **options)[:, 1:] for _ in range(10)])
+    drawn = torch.cat([fast.generate(SOURCE, **options)[:, 1:] for _ in range(6)])
     return distributions.fit(drawn[None], chances[None], fast.config.vocab_size)

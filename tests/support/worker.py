@@ -14,6 +14,7 @@ import pytest
 import torch
 
 os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that tests start; for why see `torch.set_num_threads` below
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")  # the compiler knows the CPU's vectors, which it shows in 10 s
 os.environ["SPEC_COMPILE_CACHE"] = "off"  # every start of a test is a full one, unless the test names a folder
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton's kernels run in its interpreter; it looks when imported
