@@ -116,7 +116,7 @@ class CompiledSteps:
     def _compile_round(self, round_: Round, compiler: PartCompiler) -> None:
         _compile_methods(round_, ("prepare",), compiler)
         round_.verify = compile_regions(self.runtime.verify, compiler, "verify")
-        ends = ("conclude", "finish") if self.drafter.fuses else ("accept", "settle", "outcome")
+        ends = ("conclude", "finish") if self.drafter.fuses or not round_.proposes else ("accept", "settle", "outcome")
         _compile_methods(round_, ends, compiler, round_.next_nodes)
         self.drafter.compile(self._compiler(self.runtime.algorithm.plan.nodes, "draft"))
         if self._example_shape is not None:

@@ -29,7 +29,7 @@ LINES = {
     "parallel": 828,
     "passes": 3090,
     "quantised": 2721,
-    "runtime": 6246,
+    "runtime": 6248,
     "serve": 7879,
     "tools": 2221,
     "train": 4718,
