@@ -37,7 +37,8 @@ class States(nn.Module):
                 self.register_buffer(f"part_{number}_{part}", empty, persistent=False)
         self.parts = [1 + len(spec.stash) for spec in graph.recurrences]
         for name in ("valid", "prompt_lengths") if self.kinds else ():
-            self.register_buffer(name, torch.zeros(batch, dtype=torch.int64, device=graph.device), persistent=False)
+            counts = torch.zeros(batch, dtype=torch.int64, device=graph.device)
+            self.register_buffer(name, counts, persistent=False)
 
     def __getitem__(self, number: int) -> tuple[Tensor, list[Tensor]]:
         """State and stash of a recurrence."""

@@ -34,7 +34,8 @@ def load(name: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name != full:
             raise
-    spec = importlib.util.spec_from_file_location(full, installed(name))
+    path = installed(name)
+    spec = importlib.util.spec_from_file_location(full, path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return sys.modules.setdefault(full, module)

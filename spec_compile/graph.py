@@ -165,7 +165,8 @@ class ModelGraph:
     def copy(self) -> "ModelGraph":
         """A copy that passes may rewrite, with the same parameters."""
         graph = fx.Graph()
-        graph.output(graph.graph_copy(self.gm.graph, {}, return_output_node=True)[0])
+        output = graph.graph_copy(self.gm.graph, {}, return_output_node=True)
+        graph.output(output[0])
         return ModelGraph(**{**self.__dict__, "gm": fx.GraphModule(self.gm, graph), "log": list(self.log)})
 
 

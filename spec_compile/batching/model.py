@@ -48,7 +48,8 @@ class BatchingMixin(SpeculativeMixin):
         # transformers still takes a config of batches from a generation config.
         within = getattr(generation_config or self.generation_config, "continuous_batching_config", None)
         within = within if isinstance(within, ContinuousBatchingConfig) else ContinuousBatchingConfig()
-        return Manager(self, generation_config, continuous_batching_config or within, workload_hints)
+        config = continuous_batching_config or within
+        return Manager(self, generation_config, config, workload_hints)
 
     def generate_batch(
         self, inputs: list[list[int]], generation_config: GenerationConfig | None = None,

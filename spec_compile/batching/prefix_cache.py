@@ -207,7 +207,8 @@ class PrefixCache:
 
     def _newest(self, chain: list[Block], scope: Key) -> Iterator[Block]:
         """The newest blocks after a chain."""
-        return islice(reversed(self._after.get(chain[-1] if chain else scope, {})), COMPARED)
+        after = self._after.get(chain[-1] if chain else scope, {})
+        return islice(reversed(after), COMPARED)
 
     def _alike(self, block: Block, rest: Key, begin: int, client: str) -> int:
         """The first slots of a block from slot `begin` of its text on that serve a text that goes on with `rest`."""

@@ -125,7 +125,8 @@ class TokenBytes:
         self._tokenizer = tokenizer
         self._mode = StopStringCriteria._get_stop_string_matching_mode(tokenizer)
         self._letters = StopStringCriteria._byte_level_decoder() if self._mode == "byte_level" else None
-        self._base = tokenizer.convert_ids_to_tokens(tokenizer(PREFIX, add_special_tokens=False)["input_ids"])
+        ids = tokenizer(PREFIX, add_special_tokens=False)["input_ids"]
+        self._base = tokenizer.convert_ids_to_tokens(ids)
         self.of = lru_cache(maxsize=1 << 16)(self._of)
 
     def _of(self, token: int) -> bytes:

@@ -314,5 +314,6 @@ def table_of(entries: list[StoredArtefact], title: str) -> "Table":
         # The first word is the version; torch's commit follows it.
         told = ", ".join(f"{name} {f'{version} '.split()[0]}" for name, version in pairs if version)
         used = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.used))
-        table.add_row(*map(Text, (entry.key[:12], model, device, f"{entry.bytes / 1e6:.1f}", used, told)))
+        cells = entry.key[:12], model, device, f"{entry.bytes / 1e6:.1f}", used, told
+        table.add_row(*map(Text, cells))
     return table

@@ -316,7 +316,8 @@ class Parts:
         """Load the part, or let the workers compile it. call: by which later processes `recall` it."""
         key = digest_of(job)
         if self.store is not None and self.identity:
-            self.store.write(call, json.dumps({"part": key, "sources": part.sources, "result": part.result}).encode())
+            content = {"part": key, "sources": part.sources, "result": part.result}
+            self.store.write(call, json.dumps(content).encode())
         data = None if self.store is None else self.store.read(key)
         function = None if data is None else _loaded(data)
         if function is None and self.workers is not None:

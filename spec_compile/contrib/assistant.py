@@ -64,7 +64,8 @@ def clustered_logits(x: Tensor, head_weight: Tensor, clusters: nn.Module) -> Ten
     members = clusters.token_ordering.view(clusters.centroids.out_features, -1)
     tokens = members[chosen].flatten(2)  # [B, R, scored]
     scores = (F.embedding(tokens, head_weight) @ x[:, :, :, None])[:, :, :, 0]
-    return scores.new_full((*x.shape[:2], head_weight.shape[0]), float("-inf")).scatter(2, tokens, scores)
+    everywhere = scores.new_full((*x.shape[:2], head_weight.shape[0]), float("-inf"))
+    return everywhere.scatter(2, tokens, scores)
 
 
 class Assistant(nn.Module):
@@ -155,7 +156,8 @@ def wrap_assistant(model: nn.Module, target: Target) -> Assistant:
             f"draft: expected a path, a repository of the hub or an assistant of transformers "
             f"({', '.join(MODEL_TYPES)}), got {type(model).__name__}"
         )
-    return _made_of(shared_copy(model), target, f"assistant: {type(model).__name__}").requires_grad_(False).eval()
+    assistant = _made_of(shared_copy(model), target, f"assistant: {type(model).__name__}")
+    return assistant.requires_grad_(False).eval()
 
 
 def _made_of(model: PreTrainedModel, target: Target, origin: str) -> Assistant:

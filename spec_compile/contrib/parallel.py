@@ -205,7 +205,8 @@ class Pard(DraftModel):
         """graph: of `draft`. mapping: of its tokens and the target's. mask: the id of the masks."""
         super().__init__(draft, graph, options, mapping)
         self.mask, self.proposer, self.refill = mask, options.proposer(), options.path - 1
-        self.plan = DraftPlan(options.nodes, lookahead_slots=self.refill + options.num_steps, draws=options.draws)
+        fed = self.refill + options.num_steps
+        self.plan = DraftPlan(options.nodes, lookahead_slots=fed, draws=options.draws)
 
     def drafter(self, batch: int, slots: int) -> Drafter:
         return PardDrafter(self, batch, slots)

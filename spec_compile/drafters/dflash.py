@@ -158,7 +158,8 @@ class DFlashDrafter(Drafter):
         positions = lengths[:, None] + torch.arange(self.block_size, device=root.device)
         everything = torch.full_like(ids, -1)  # of the block
         cache, lengths, max_kv_len = seen(self.window, self.cache, lengths, self.block_size, max_kv_len)
-        self.draft.propose(self.proposer, state, *self.block(ids, positions, lengths, everything, cache, max_kv_len))
+        output = self.block(ids, positions, lengths, everything, cache, max_kv_len)
+        self.draft.propose(self.proposer, state, *output)
 
 
 def build(target: Inventory, options: DFlashOptions) -> DFlash:

@@ -216,7 +216,8 @@ def map_one(target: Inventory, graph: ModelGraph) -> SameTokens:
             f"draft: its vocabulary of {draft_vocab} tokens is not the model's ({target_vocab}); it must have the same "
             "tokenizer, or, with algo='draft_model', use_heterogeneous_vocab=True"
         )
-    return SameTokens(min(graph.common_tokens, target_vocab, target.vocab_size), graph.embedded, target.vocab_size)
+    known = min(graph.common_tokens, target_vocab, target.vocab_size)
+    return SameTokens(known, graph.embedded, target.vocab_size)
 
 
 PADDING = 0.02

@@ -242,7 +242,8 @@ class DraftHead(nn.Module):
         logits = few_rows_linear(x, self.weight) if self.copy is None else self.copy(x)
         if self.ranks.size == 1:
             return logits
-        return torch.ops.spec_compile.all_gather(logits, self.ranks.size, self.ranks.name)[..., : self.size]
+        gathered = torch.ops.spec_compile.all_gather(logits, self.ranks.size, self.ranks.name)
+        return gathered[..., : self.size]
 
 
 def tapped_states(model: PreTrainedModel, taps: tuple[int, ...], ids: Tensor) -> tuple[list[Tensor], Tensor]:

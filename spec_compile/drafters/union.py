@@ -136,7 +136,8 @@ class UnionDrafter(Drafter):
 
     def observe(self, state: State, features: list[Tensor], accepted: Accepted, begin: Tensor, max_kv_len: int) -> None:
         self.head.observe(state, features, accepted, begin, max_kv_len)
-        learn_from(self.counts, [*self.drafts], self.begins, begin, state.lengths, state.tokens, self.head_nodes)
+        seen = [*self.drafts], self.begins, begin, state.lengths, state.tokens
+        learn_from(self.counts, *seen, self.head_nodes)
 
     def propose(self, state: State, max_kv_len: int) -> None:
         head, ngram = CollectingState(state), CollectingState(state)

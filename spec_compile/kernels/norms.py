@@ -68,7 +68,8 @@ def launch_norm(x, residual, weight, eps, offset) -> tuple[Tensor | None, Tensor
         return total, out
     block = triton.next_power_of_2(size)
     early = launches_early(x.device)
-    (_rms_norm_of_heads if by_head else _add_rms_norm)[(out.numel() // size,)](
+    kernel = _rms_norm_of_heads if by_head else _add_rms_norm
+    kernel[(out.numel() // size,)](
         x, residual, weight.contiguous(), total, out, *x.stride()[:2], x.shape[1],
         0 if residual is None else residual.stride(0), size, eps, 0.0 if offset is None else offset,
         ROUND_FIRST=offset is None, BLOCK=block, EARLY=early, num_warps=min(max(block // 512, 1), 16),

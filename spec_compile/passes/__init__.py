@@ -63,7 +63,8 @@ check_order(PIPELINE)
 
 def register(rewrite: Callable[[ModelGraph, Settings], str], after: str) -> None:
     """Add a pass of `contrib` or of another package to the pipeline, right after the pass of that name."""
-    PIPELINE.insert([each.__name__ for each in PIPELINE].index(after) + 1, rewrite)
+    place = [each.__name__ for each in PIPELINE].index(after) + 1
+    PIPELINE.insert(place, rewrite)
     check_order(PIPELINE)
 
 

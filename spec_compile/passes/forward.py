@@ -198,7 +198,9 @@ def bind(graph: ForwardGraph, inputs: list, compile_graph: Callable) -> "BoundFo
     parameters = set(graph.places.values())
     others = [place for place in range(len(inputs)) if place not in parameters]
     kept = [at for at, place in enumerate(others) if getattr(inputs[place], "_dynamo_static_input_type", None)]
-    return BoundForward(compile_graph(fx.GraphModule(nn.Module(), graph.gm.graph), examples, kept), others, groups)
+    without_weights = fx.GraphModule(nn.Module(), graph.gm.graph)
+    compiled = compile_graph(without_weights, examples, kept)
+    return BoundForward(compiled, others, groups)
 
 
 def _parts(joined: Tensor, held: dict[str, nn.Parameter]) -> list[str]:

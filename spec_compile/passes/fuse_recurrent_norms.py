@@ -44,7 +44,8 @@ def fuse_gated_norms(graph: ModelGraph, settings) -> str:
             norm = match_gated_norm(graph, root)
             if norm is not None:
                 with graph.gm.graph.inserting_before(norm.out):
-                    arguments = norm._replace(weight=graph.gm.graph.get_attr(norm.weight.target))[:-1]
+                    weight = graph.gm.graph.get_attr(norm.weight.target)
+                    arguments = norm._replace(weight=weight)[:-1]
                     new = graph.gm.graph.call_function(torch.ops.spec_compile.gated_rms_norm.default, arguments)
                 replace_node(norm.out, new)
                 fused += 1

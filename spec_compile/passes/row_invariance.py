@@ -147,7 +147,8 @@ def require_kernels_of_experts(graph: ModelGraph) -> None:
     if graph.device.type != "cuda":
         return
     for node in (node for op in experts.PRODUCTS for node in calls(graph.gm, op)):
-        if (reason := experts.why_not_on(graph.device, experts.format_of(node.args[-1]))) is not None:
+        layout = experts.format_of(node.args[-1])
+        if (reason := experts.why_not_on(graph.device, layout)) is not None:
             raise UnsupportedModelError(
                 f"model: no kernel multiplies the experts {owner(node)}, because {reason}, and a CUDA graph cannot "
                 "hold their plain meaning; pass cuda_graphs=False, or use a GPU of compute capability 8.0 or later"

@@ -113,8 +113,9 @@ def read(module: nn.Module) -> Packed | None:
     if scheme is None:
         return None
     require(type(module) is nn.Linear, "quantises something besides linear layers (a cache, or activations)")
+    status = getattr(module.quantization_status, "value", module.quantization_status)
     require(
-        getattr(module.quantization_status, "value", module.quantization_status) == "compressed",
+        status == "compressed",
         "was unpacked by the model's own forward; load it again, and call speculate() before that",
     )
     require(scheme.output_activations is None, "quantises what it returns")

@@ -144,7 +144,8 @@ class FreeParser(ResponseParser):
         if closing and _is_call(closing[0]["value"]):
             events += closing
         elif not is_cut:
-            events.append({"type": "region_chunk", "field": "content", "text": self._buffer[self._begin : self._pos]})
+            text = self._buffer[self._begin : self._pos]
+            events.append({"type": "region_chunk", "field": "content", "text": text})
 
 
 def _is_call(value: Any) -> bool:

@@ -165,7 +165,8 @@ def merge(pages: dict[str, bytes]) -> bytes:
         for family in text_string_to_metric_families(page.decode()):
             merged = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
             for sample in family.samples:
-                merged.samples.append(sample._replace(labels=sample.labels | {"replica": replica}))
+                labels = sample.labels | {"replica": replica}
+                merged.samples.append(sample._replace(labels=labels))
     return generate_latest(SimpleNamespace(collect=families.values))
 
 
@@ -332,7 +333,8 @@ class Answers:
             elif not self.manager.is_running():
                 raise RuntimeError(f"the worker died: {self.manager.background_thread_status.fatal_error}")
         rows = [self._row(outputs[name]) if isinstance(name, str) else ("", 0.0, str(name)) for name in names]
-        return dict(batch) | dict(zip(("answer", "accept_length", "error"), map(list, zip(*rows))))
+        columns = map(list, zip(*rows))
+        return dict(batch) | dict(zip(("answer", "accept_length", "error"), columns))
 
     def _add(self, prompt: str) -> str | Exception:
         """The name of the request for a prompt, or the error with which it was refused."""

@@ -153,7 +153,8 @@ class ResponseStream(Stream):
         item |= {"role": "assistant"} if kind == "message" else {"summary": []}
         begun = self._event("response.output_item.added", item=item, output_index=len(self._output))
         if kind == "message":
-            begun += self._event("response.content_part.added", part=_text_part(""), **self._place(content_index=0))
+            place = self._place(content_index=0)
+            begun += self._event("response.content_part.added", part=_text_part(""), **place)
         return begun
 
     def _close(self) -> str:

@@ -154,7 +154,8 @@ class CallParser:
 
     def finalize(self) -> tuple[dict, list[dict]]:
         """A message, which nobody reads, and the last events: the end of reasoning that is cut off."""
-        return {}, [self._thought(self._rest)] if self._is_thinking and self._rest else []
+        is_cut = self._is_thinking and self._rest
+        return {}, [self._thought(self._rest)] if is_cut else []
 
     def _thought(self, text: str) -> dict:
         return {"type": "region_chunk", "field": self.form.reasoning[0], "text": text}

@@ -470,7 +470,8 @@ def _followers(
     followers: dict[tuple[int, ...], Counter] = {}
     ends = _ends(plain, options)
     for drawn in range(0, samples, 64):
-        out = fast.generate(ids, **options, max_new_tokens=tokens, num_return_sequences=min(64, samples - drawn))
+        count = min(64, samples - drawn)
+        out = fast.generate(ids, **options, max_new_tokens=tokens, num_return_sequences=count)
         for row in out[:, ids.shape[1] :].tolist():
             for depth, token in enumerate(row):
                 followers.setdefault(tuple(row[:depth]), Counter())[token] += 1

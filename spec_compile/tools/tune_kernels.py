@@ -125,7 +125,8 @@ def products_of(graph: ModelGraph) -> list[ProductShape]:
         weight, kind = attribute(graph.gm, source.target), node.kwargs.get("kind", "")
         scales = attribute(graph.gm, node.kwargs["scales"].target) if kind else None
         if skinny_gemm.why_not(weight, kind, graph.dtype) is None:
-            groups[len(weight), node.args[0].meta["val"].shape[-1], kind].append((weight, scales))
+            inputs = node.args[0].meta["val"].shape[-1]
+            groups[len(weight), inputs, kind].append((weight, scales))
     return [ProductShape(*key, graph.dtype, weights) for key, weights in groups.items()]
 
 

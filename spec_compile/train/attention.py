@@ -208,7 +208,8 @@ def join(q: Tensor, keys: Tensor, values: Tensor, causal: Tensor, total: Tensor,
     scores = (q * keys).sum(-1, dtype=total.dtype) * scale
     joint = torch.logaddexp(total, scores.logsumexp(0))
     shares = (scores - joint).exp()[..., None]
-    return (causal * (total - joint).exp()[..., None] + (shares * values).sum(0)).to(q.dtype), joint
+    out = causal * (total - joint).exp()[..., None] + (shares * values).sum(0)
+    return out.to(q.dtype), joint
 
 
 def join_backward(

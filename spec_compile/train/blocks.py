@@ -270,7 +270,8 @@ class DFlashAttention(BlockAttention):
         """context: [B, L, h], of which each layer makes keys and values. anchors: see `Blocks`."""
         super().__init__(anchors, draft.block_size)
         self.draft, self.context, self.shape = draft, context, anchors.shape
-        self.rope = draft.rotary_emb(context, torch.arange(context.shape[1], device=context.device)[None])
+        positions = torch.arange(context.shape[1], device=context.device)[None]
+        self.rope = draft.rotary_emb(context, positions)
 
     def attend(self, q, k, v, sinks, scale, window, softcap, layer):
         """As in `Causal`."""

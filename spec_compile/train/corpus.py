@@ -208,7 +208,8 @@ def prompts(document: Document, length: int) -> list[list[int]]:
     if bool(supervised.all()):
         pieces = [ids[begin : begin + length] for begin in range(0, len(ids), length)]
         return [piece[: (len(piece) + 1) // 2].tolist() for piece in pieces]
-    prompt = ids[: int((~supervised).nonzero()[:, 0][-1]) + 1]
+    unsupervised = (~supervised).nonzero()[:, 0]
+    prompt = ids[: int(unsupervised[-1]) + 1]
     return [prompt.tolist()] if len(prompt) < length else []
 
 
@@ -229,7 +230,8 @@ def accelerate(model: PreTrainedModel, rows: int, tokens: int, options: dict) ->
     Linear layers are not merged, because that would move the model's weights. Nothing is compiled by Inductor, because
     that would take longer than the answers; on a GPU, rounds are captured as CUDA graphs.
     """
-    nodes = 1 if options.get("do_sample", model.generation_config.do_sample) else NODES[model.device.type]
+    drawn = options.get("do_sample", model.generation_config.do_sample)
+    nodes = 1 if drawn else NODES[model.device.type]
     positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     try:
         fast = speculate(

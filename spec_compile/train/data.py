@@ -270,7 +270,8 @@ class _Reader:
         supervised = [learned for part, (_, learned) in zip(encoded, text.parts) for _ in part]
         end = self.tokenizer.eos_token_id
         # An answer ends with the end of sequence, so that a draft learns to propose it. A prompt has no end.
-        if text.special and text.parts[-1][1] and end is not None and ids and ids[-1] != end:
+        answered = text.parts[-1][1]
+        if text.special and answered and end is not None and ids and ids[-1] != end:
             ids.append(end)
             supervised.append(True)
         return Document(self._ids(ids, text.label).ids, torch.tensor(supervised, dtype=torch.bool))

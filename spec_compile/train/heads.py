@@ -86,7 +86,8 @@ class Eagle3Trainer(HeadTrainer):
 
     def __init__(self, target: Target, options: TrainingOptions, counts: Tensor):
         self.config = draft_config(target, options)
-        self.adopt(target, new_head(target, options, counts, self.config), options.ttt_steps or 7)
+        head = new_head(target, options, counts, self.config)
+        self.adopt(target, head, options.ttt_steps or 7)
         self.position_weight = options.per_position_loss_weight or self.position_weight
 
     def loss(self, batch: Batch, features: Features, generator: torch.Generator) -> Tensor:
@@ -313,7 +314,8 @@ class MtpTrainer(HeadTrainer):
         tensors = {}
         for name, value in self.module.state_dict().items():
             tensors.update(_apart(PUBLISHED.theirs(name), value))
-        return {**self.target.config.to_dict(), "num_nextn_predict_layers": 1, "mtp_num_hidden_layers": 1}, tensors
+        config = {**self.target.config.to_dict(), "num_nextn_predict_layers": 1, "mtp_num_hidden_layers": 1}
+        return config, tensors
 
 
 def _apart(name: str, value: Tensor) -> dict[str, Tensor]:

@@ -18,21 +18,21 @@ PACKAGE = Path(__file__).parents[2] / "spec_compile"
 SOURCES = {".py", ".cpp", ".h", ".cu", ".html"}
 SIDES = {"serve", "train", "tools", "contrib"}
 LINES = {
-    "": 2709,
-    "batching": 3703,
+    "": 2712,
+    "batching": 3706,
     "capture": 4610,
-    "compile": 3165,
-    "contrib": 5510,
-    "drafters": 5450,
-    "kernels": 13418,
+    "compile": 3167,
+    "contrib": 5516,
+    "drafters": 5455,
+    "kernels": 13424,
     "ngram": 2743,
     "parallel": 828,
-    "passes": 3090,
-    "quantised": 2721,
+    "passes": 3095,
+    "quantised": 2722,
     "runtime": 6248,
-    "serve": 7879,
-    "tools": 2221,
-    "train": 4718,
+    "serve": 7884,
+    "tools": 2223,
+    "train": 4725,
 }
 """The most lines of a folder, with the folders in it; "" has the files at the top."""
 CORE_FILES = 229

@@ -177,7 +177,8 @@ class Decoder:
         if cache is not None:
             kwargs[CACHE] = EncoderDecoderCache(cache, DynamicCache() if self.crossed is None else self.crossed)
         if source is None:
-            source = BaseModelOutput(self.example.to(self.device, self.dtype).expand(input_ids.shape[0], -1, -1))
+            states = self.example.to(self.device, self.dtype)
+            source = BaseModelOutput(states.expand(input_ids.shape[0], -1, -1))
         kwargs |= self.tokens(input_ids, position_ids, cache)
         output = self.run(source, attention_mask, use_cache=bool(use_cache), **kwargs)
         return CausalLMOutputWithPast(logits=output.logits, **{CACHE: cache})
@@ -264,7 +265,8 @@ class Decoder:
     def past(self: Any, padding: list[int]) -> Past:
         """The states of the sources, made by the model's own forward over one token of each row."""
         states, mask = self.encoder_outputs[0], self.source_mask
-        self(torch.zeros(len(states), 1, dtype=torch.int64, device=states.device), use_cache=True)
+        ids = torch.zeros(len(states), 1, dtype=torch.int64, device=states.device)
+        self(ids, use_cache=True)
         seen = mask != 0 if self.reads_mask and mask is not None else None
         layers: list[Any] = self.crossed.layers
         packed = [kind.pack(layer.keys, layer.values, seen, room_of(self.config)) for layer in layers]

@@ -256,7 +256,8 @@ class LinkedBlock:
         # Each place's candidates follow the candidates of the place before; the first place's follow the root.
         first = root[:, None, None].expand(-1, 1, candidates.shape[2])
         previous = torch.cat([first, candidates[:, :-1]], dim=1)
-        return self.logprobs_after(slice(None), previous, self.start[:, :, None].expand(*previous.shape, -1))[0]
+        carried = self.start[:, :, None].expand(*previous.shape, -1)
+        return self.logprobs_after(slice(None), previous, carried)[0]
 
     def logprobs_after(self, place: int | slice, previous: Tensor, carried: Tensor) -> tuple[Tensor, Tensor]:
         """log(q) of the candidates of a place, q their probabilities; it has the arguments and the shapes of `scores`.

@@ -79,7 +79,8 @@ class LatentAttention(nn.Module):
         q_turned, k_turned = rotate(q_turned, k_turned[:, None], *rope)
         q = torch.cat([q, q_turned], dim=-1)
         k = torch.cat([k, k_turned.expand(-1, self.heads, -1, -1)], dim=-1)
-        return self.o_proj(ops.attention(q, k, v, None, sizes.scale, self.window, None, self.number).flatten(2))
+        out = ops.attention(q, k, v, None, sizes.scale, self.window, None, self.number)
+        return self.o_proj(out.flatten(2))
 
     def _by_head(self, x: Tensor) -> Tensor:
         """[B, T, heads * d] -> [B, heads, T, d]"""

@@ -31,7 +31,8 @@ def launch(x: Tensor, weight: Tensor) -> Tensor:
     """`linear_float32` by the kernel."""
     out, x, weight = _empty_result(x, weight), as_rows(x), as_rows(weight)
     if out.numel():
-        linear_kernel[triton.cdiv(weight.shape[0], BLOCK_O), triton.cdiv(len(x), BLOCK_R)](
+        grid = triton.cdiv(weight.shape[0], BLOCK_O), triton.cdiv(len(x), BLOCK_R)
+        linear_kernel[grid](
             x, weight, out, len(x), *weight.shape, x.stride(0), weight.stride(0),
             EXACT=x.dtype == weight.dtype and x.dtype != torch.float32,
             BLOCK_R=BLOCK_R, BLOCK_O=BLOCK_O, BLOCK_K=BLOCK_K, num_warps=2, num_stages=4,

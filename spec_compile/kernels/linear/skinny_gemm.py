@@ -178,8 +178,9 @@ def _rounded_rows(x: Tensor, dtype: torch.dtype, early: bool, static: Tensor | N
     rows, inputs = x.shape
     codes = x.new_empty(rows, inputs, dtype=x.dtype if dtype == torch.uint8 else dtype)
     units, block = x.new_empty(rows, dtype=torch.float32), triton.next_power_of_2(inputs)
+    largest = LARGEST[torch.int8 if dtype == torch.int8 else FP8]
     round_rows_kernel[(rows,)](
-        x, codes, units, static, inputs, x.stride(0), LARGEST[torch.int8 if dtype == torch.int8 else FP8],
+        x, codes, units, static, inputs, x.stride(0), largest,
         BLOCK=block, EARLY=early, num_warps=min(max(block // 512, 1), 16), **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
     return codes, units

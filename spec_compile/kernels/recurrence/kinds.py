@@ -54,7 +54,8 @@ def parents_of(ancestors: Tensor) -> Tensor:
     [0b1, 0b11, 0b101] gives [-1, 0, 0].
     """
     nodes = torch.arange(ancestors.shape[1], device=ancestors.device)
-    return torch.where(is_ancestor(ancestors) & (nodes[:, None] > nodes), nodes, -1).amax(dim=2)
+    above = is_ancestor(ancestors) & (nodes[:, None] > nodes)
+    return torch.where(above, nodes, -1).amax(dim=2)
 
 
 # Linear attention with decay: with the delta rule (Gated DeltaNet, Kimi Delta Attention), and without (Mamba-2).
@@ -102,7 +103,8 @@ def _attend(inputs: Inputs, state: Tensor, sees: Tensor) -> tuple[Tensor | None,
     after = after + (k * decay[..., -1, :].transpose(2, 3)).transpose(2, 3) @ written
     if q is None:
         return None, after
-    return ((q * from_root) @ state + _products(q, k, decay) @ written).transpose(1, 2), after
+    out = (q * from_root) @ state + _products(q, k, decay) @ written
+    return out.transpose(1, 2), after
 
 
 def _products(x: Tensor, k: Tensor, decay: Tensor) -> Tensor:
@@ -264,7 +266,8 @@ def shifted(state: Tensor, x: Tensor, valid: Tensor) -> Tensor:
     history = state.shape[1]
     source = (valid[:, None] + torch.arange(history, device=x.device))[:, :, None].expand_as(state)
     old = state.gather(1, source.clamp(max=history - 1))
-    return torch.where(source < history, old, x.gather(1, (source - history).clamp(min=0)).to(state.dtype))
+    new = x.gather(1, (source - history).clamp(min=0)).to(state.dtype)
+    return torch.where(source < history, old, new)
 
 
 def _window_chunk(inputs: Inputs, state: Tensor, valid: Tensor) -> tuple[Tensor | None, Tensor]:
