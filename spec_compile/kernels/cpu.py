@@ -95,6 +95,8 @@ HUGE_PAGE = 2 << 20
 """Bytes of a huge page."""
 LEAST_BYTES = 1 << 16
 """Smaller tensors stay in a processor's cache."""
+NONE = ctypes.c_void_p(-1).value
+"""What `mmap` returns in place of an address if it has none (MAP_FAILED)."""
 HUGE, COLLAPSE, MAY_MOVE, FIXED = 14, 25, 1, 2
 """Numbers of Linux: use huge pages from now on (MADV_HUGEPAGE); collapse what is there (MADV_COLLAPSE, since 6.1); move
 pages elsewhere (MREMAP_MAYMOVE), to an address that is in use (MREMAP_FIXED)."""
@@ -128,14 +130,20 @@ def _copy_from_files(libc: ctypes.CDLL, pages: Iterable[int]) -> None:
     places = (range(-(-int(begin, 16) // HUGE_PAGE), int(end, 16) // HUGE_PAGE) for begin, end in spans)
     moved = sorted({*pages}.intersection(itertools.chain(*places)))
     room = (len(moved) + 1) * HUGE_PAGE
-    if moved and 2 * room <= psutil.virtual_memory().available:
-        access, kind = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        begin = libc.mmap(None, room, access, kind, -1, 0)
-        libc.madvise(begin, room, HUGE)
-        for copy, page in enumerate(moved, -(-begin // HUGE_PAGE)):
-            ctypes.memmove(copy * HUGE_PAGE, page * HUGE_PAGE, HUGE_PAGE)
-            libc.mremap(copy * HUGE_PAGE, HUGE_PAGE, HUGE_PAGE, MAY_MOVE | FIXED, page * HUGE_PAGE)
-        libc.munmap(begin, room)
+    if not moved or 2 * room > psutil.virtual_memory().available:
+        return
+    access, kind = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    if (begin := libc.mmap(None, room, access, kind, -1, 0)) == NONE:  # the process may have no more addresses
+        return
+    libc.madvise(begin, room, HUGE)
+    first = -(-begin // HUGE_PAGE)
+    for copy, page in enumerate(moved, first):
+        ctypes.memmove(copy * HUGE_PAGE, page * HUGE_PAGE, HUGE_PAGE)
+        libc.mremap(copy * HUGE_PAGE, HUGE_PAGE, HUGE_PAGE, MAY_MOVE | FIXED, page * HUGE_PAGE)
+    # The rest of the room goes. Places that copies have left may be another thread's by now.
+    rest = first + len(moved)
+    for start, end in ((begin, first * HUGE_PAGE), (rest * HUGE_PAGE, begin + room)):
+        libc.munmap(start, end - start)
 
 
 @functools.cache

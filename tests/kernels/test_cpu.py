@@ -124,5 +124,14 @@ def test_weights_lie_in_huge_pages(made, free, tmp_path, monkeypatch):
             flags, from_file = line.split()[1:], bool(file)
     assert "hg" in flags and from_file == (made is read_from_a_file and free == 1 << 20)
     x.zero_()
-    if made is read_from_a_file:
+    if made is read_from_a_file:  # which nothing has changed
         assert torch.equal(torch.from_file(str(path), size=NUMBERS), before)
+
+
+def test_a_process_without_addresses_keeps_its_files(tmp_path, monkeypatch):
+    x = read_from_a_file(tmp_path / "weights")
+    before, asked = x.clone(), []
+    system = SimpleNamespace(mmap=lambda *_: cores.NONE, madvise=lambda at, *_: asked.append(at))
+    monkeypatch.setattr(cores, "_libc", lambda: system)
+    cores.use_huge_pages([x])
+    assert torch.equal(x, before) and cores.NONE not in asked
