@@ -96,7 +96,7 @@ HUGE_PAGE = 2 << 20
 LEAST_BYTES = 1 << 16
 """Smaller tensors stay in a processor's cache."""
 NONE = ctypes.c_void_p(-1).value
-"""What `mmap` returns in place of an address if it has none (MAP_FAILED)."""
+"""The result of `mmap` if no addresses are left (MAP_FAILED)."""
 HUGE, COLLAPSE, MAY_MOVE, FIXED = 14, 25, 1, 2
 """Numbers of Linux: use huge pages from now on (MADV_HUGEPAGE); collapse what is there (MADV_COLLAPSE, since 6.1); move
 pages elsewhere (MREMAP_MAYMOVE), to an address that is in use (MREMAP_FIXED)."""
