@@ -113,13 +113,13 @@ def use_huge_pages(tensors: Iterable[Tensor]) -> None:
         large = (x for x in tensors if x.device.type == "cpu" and x.nbytes >= LEAST_BYTES)
         spans = ((x.data_ptr(), x.data_ptr() + x.nbytes) for x in large)
         pages = sorted({page for begin, end in spans for page in range(begin // HUGE_PAGE, -(-end // HUGE_PAGE))})
-        libc = _libc()
-        _copy_from_files(libc, pages)
+        if pages:
+            _copy_from_files(pages)
         for page, advice in itertools.product(pages, (HUGE, COLLAPSE)):
-            libc.madvise(page * HUGE_PAGE, HUGE_PAGE, advice)
+            _libc().madvise(page * HUGE_PAGE, HUGE_PAGE, advice)
 
 
-def _copy_from_files(libc: ctypes.CDLL, pages: Iterable[int]) -> None:
+def _copy_from_files(pages: Iterable[int]) -> None:
     """Put a copy into the place of each page that is a file's; page 3 begins at the address 3 * HUGE_PAGE.
 
     The place changes in one step, so that other threads may read meanwhile.
@@ -127,12 +127,12 @@ def _copy_from_files(libc: ctypes.CDLL, pages: Iterable[int]) -> None:
     # A file whose changes stay in the process: "7f60a0000000-7f60b0000000 rw-p 00000000 08:01 1234 /a.safetensors".
     lines = map(str.split, _text(ROOT / "proc/self/maps").splitlines())
     spans = [span.split("-") for span, access, _, _, node, *_ in lines if access == "rw-p" and node != "0"]
-    places = (range(-(-int(begin, 16) // HUGE_PAGE), int(end, 16) // HUGE_PAGE) for begin, end in spans)
-    moved = sorted({*pages}.intersection(itertools.chain(*places)))
+    of_files = (range(-(-int(begin, 16) // HUGE_PAGE), int(end, 16) // HUGE_PAGE) for begin, end in spans)
+    moved = sorted({*pages}.intersection(itertools.chain(*of_files)))
     room = (len(moved) + 1) * HUGE_PAGE
     if not moved or 2 * room > psutil.virtual_memory().available:
         return
-    access, kind = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    libc, access, kind = _libc(), mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     if (begin := libc.mmap(None, room, access, kind, -1, 0)) == NONE:  # the process may have no more addresses
         return
     libc.madvise(begin, room, HUGE)

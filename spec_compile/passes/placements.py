@@ -293,6 +293,15 @@ def _transposed(plan: ShardPlan, node: fx.Node, placement: Placement) -> Placeme
     return replace(placement, dim={a: b, b: a}.get(placement.dim, placement.dim))
 
 
+def _permuted(plan: ShardPlan, node: fx.Node, placement: Placement) -> Placement:
+    rank = len(shape_of(node))
+    return replace(placement, dim=[dim % rank for dim in node.args[1]].index(placement.dim))
+
+
+def _unsqueezed(plan: ShardPlan, node: fx.Node, placement: Placement) -> Placement:
+    return replace(placement, dim=placement.dim + (node.args[1] % len(shape_of(node)) <= placement.dim))
+
+
 def _within_parts(plan: ShardPlan, node: fx.Node, placement: Placement) -> Placement:
     """Ops along another dimension than the one that is cut."""
     dims = node.args[1] if isinstance(node.args[1], (list, tuple)) else [node.args[1]]
@@ -323,14 +332,9 @@ def _divided(plan: ShardPlan, node: fx.Node, placement: Placement) -> Placement:
 
 
 RULES: dict[str, Callable[[ShardPlan, fx.Node, Placement], Placement]] = {
-    "reshape": _reshaped, "view": _reshaped, "expand": _expanded, "transpose": _transposed, "slice": _sliced,
-    "new_empty": _created, "new_zeros": _created, "chunk": _divided, "split": _divided, "split_with_sizes": _divided,
-    "permute": lambda plan, node, placement: replace(
-        placement, dim=[dim % len(shape_of(node)) for dim in node.args[1]].index(placement.dim)
-    ),
-    "unsqueeze": lambda plan, node, placement: replace(
-        placement, dim=placement.dim + (node.args[1] % len(shape_of(node)) <= placement.dim)
-    ),
+    "reshape": _reshaped, "view": _reshaped, "expand": _expanded, "transpose": _transposed, "permute": _permuted,
+    "new_empty": _created, "new_zeros": _created, "unsqueeze": _unsqueezed, "slice": _sliced,
+    "chunk": _divided, "split": _divided, "split_with_sizes": _divided,
     **dict.fromkeys(REDUCTIONS, _within_parts),
 }  # fmt: skip
 """By the name of an ATen op whose first argument is cut."""

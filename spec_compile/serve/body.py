@@ -122,7 +122,8 @@ def decode_body(data: bytes, most_containers: int) -> dict:
     if containers > most_containers:
         raise Refusal(413, f"the body has {containers} brackets; this server reads at most {most_containers}")
     try:
-        body = json.loads(data.decode(), object_pairs_hook=_object, parse_constant=_constant)
+        text = data.decode()
+        body = json.loads(text, object_pairs_hook=_object, parse_constant=_constant)
     except RecursionError as error:
         raise Refusal(422, f"body: expected at most {DEEPEST} lists and objects in each other, got more") from error
     except UnicodeDecodeError as error:
@@ -133,13 +134,8 @@ def decode_body(data: bytes, most_containers: int) -> dict:
         raise Refusal(422, f"body: expected a JSON object, got {type(body).__name__}")
     if containers > DEEPEST and is_too_deep(body):
         raise Refusal(422, f"body: expected at most {DEEPEST} lists and objects in each other, got more")
-    # Halves of surrogate pairs, which no tokenizer takes.
-    for name, value in body.items() if b"\\ud" in data or b"\\uD" in data else ():
-        try:
-            json.dumps([name, value], ensure_ascii=False).encode()
-        except UnicodeEncodeError as error:
-            field = name.encode(errors="replace").decode()[:80]
-            raise Refusal(400, f"{field}: expected Unicode text, got a half of a surrogate pair", field) from error
+    if b"\\ud" in data or b"\\uD" in data:
+        _check_text(body)
     return body
 
 
@@ -168,3 +164,13 @@ def levels(value: Any) -> Iterator[list]:
 def is_too_deep(body: dict) -> bool:
     """True if more than `DEEPEST` lists and objects lie in each other."""
     return any(islice(levels(body), DEEPEST, None))
+
+
+def _check_text(body: dict) -> None:
+    """Refuse halves of surrogate pairs, which no tokenizer takes."""
+    for name, value in body.items():
+        try:
+            json.dumps([name, value], ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            field = name.encode(errors="replace").decode()[:80]
+            raise Refusal(400, f"{field}: expected Unicode text, got a half of a surrogate pair", field) from error

@@ -27,10 +27,10 @@ LINES = {
     "kernels": 13432,
     "ngram": 2743,
     "parallel": 828,
-    "passes": 3095,
+    "passes": 3099,
     "quantised": 2722,
     "runtime": 6248,
-    "serve": 7884,
+    "serve": 7890,
     "tools": 2223,
     "train": 4725,
 }
@@ -38,7 +38,7 @@ LINES = {
 CORE_FILES = 229
 CIRCLES = 0
 """Groups of modules that import each other in a circle."""
-CALLED_ONCE = 340
+CALLED_ONCE = 342
 """Private functions and methods that are named in one place."""
 PHRASES = {
     r"^\s*\w+(, \w+)*: of\b": 0,
