@@ -12,7 +12,7 @@ from places import GPU, ON_GPU
 from sweeps import thinned
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from spec_compile.kernels import ops
+from spec_compile.kernels import copies, ops
 from spec_compile.kernels.attention import tree_attention as attention
 from spec_compile.kernels.attention.base import AttentionCall
 from spec_compile.kernels.card import Card
@@ -366,7 +366,7 @@ def test_cuda_graph(dtype):
         static[5].copy_(lengths)
         out = torch.ops.spec_compile.tree_attention(*static)
         kept = [cache.clone() for cache in static[3:5]]
-        torch.ops.spec_compile.compact(static[3:5], static[5], path[1:], count[1:])
+        copies.launch(static[3:5], static[5], path[1:], count[1:])
         return out, kept
 
     both()
