@@ -30,7 +30,7 @@ MODELS = {  # layers, the shapes of a layer's products and of the head, microsec
     "SmolLM2-135M": (30, ((960, 576), (576, 576), (3072, 576), (576, 1536)), (49152, 576), (408, 434, 583)),
 }  # fmt: skip
 """Measured on an H200 with the tuned plans, in rounds whose products begin while the kernel before them runs."""
-OLD_SHORT = SHORT[0], ProductTile(64, 128, 64, 4, 5), *SHORT[2:]
+OLD_SHORT = SHORT[0], *SHORT[2:]
 OTHERS = {
     shape: [tile._replace(late=AT_ONCE, prefetch=4) for tile in OLD_SHORT]
     for shape in ((3072, 576), (6144, 1024), (4096, 1024), (1024, 2048), (1024, 3072), (3072, 2048), (2048, 2048))

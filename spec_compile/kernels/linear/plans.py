@@ -100,20 +100,19 @@ OUTPUTS = (
 )
 OVER_64 = ProductTile(64, 64, 64, 4, 5, blocks=2), ProductTile(64, 64, 128, 4, 4)
 SHARED = ProductTile(64, 256, 16, 4, 4), ProductTile(64, 128, 64, 4, 5), *OVER_64
-SHORT = ProductTile(64, 128, 16, 4, 5), ProductTile(64, 128, 32, 4, 5, blocks=2), *OVER_64
+SHORT = ProductTile(64, 128, 16, 4, 5), ProductTile(64, 128, 32, 4, 5), ProductTile(64, 128, 64, 4, 5), *OVER_64
+SMALL = ProductTile(64, 128, 16, 4, 5), ProductTile(64, 128, 32, 4, 5, blocks=2), *OVER_64
 FEW_OUTPUTS = ProductTile(16, 256, 16, 4, 4), ProductTile(16, 256, 64, 4, 3, blocks=2), ProductTile(32, 64, 128, 4, 4)
 FEW_SHARED = (ProductTile(16, 256, 16, 2, 4), *FEW_OUTPUTS[1:])
-NARROW = ProductTile(32, 128, 16, 4, 3), ProductTile(32, 128, 64, 4, 5), ProductTile(32, 64, 128, 4, 4)
+NARROW = ProductTile(32, 128, 16, 4, 3), ProductTile(32, 128, 64, 4, 6), ProductTile(32, 64, 128, 4, 4)
 BROAD = ProductTile(128, 128, 16, 4, 5), ProductTile(64, 128, 64, 4, 5), *OVER_64
-"""Few programs multiply a small product, so that two blocks of rows are faster than one: with 128 rows products of
-SmolLM2-135M and Qwen3-0.6B take 0.5 to 0.8 of the time of a tile of 128 or 256 rows; with 64 rows rounds of Qwen3-0.6B
-take 0.93 of the time if SHORT has blocks of 32.
+"""Few programs multiply a small product, so that two blocks of rows are faster than one: with 128 rows, products of
+SmolLM2-135M and Qwen3-0.6B take 0.5 to 0.8 of the time of a tile of 128 or 256 rows.
 
 The next kernel's programs begin on multiprocessors that have room for them, so only whole rounds tell a fast tile. Up
-to 16 rows, rounds of SmolLM2-135M take 0.94 of the time if the gate has NARROW tiles, and 0.99 with FEW_SHARED ones;
-rounds of Qwen3-0.6B take 0.95 of the time if the gate has BROAD tiles.
-
-Tuned on an H200 with layers of Llama-3.1-8B (more than 64 rows), Llama-3.2-1B, Qwen3-0.6B and SmolLM2-135M."""
+to 16 rows, rounds of SmolLM2-135M take 0.94 of the time if the gate has NARROW tiles, 0.99 with FEW_SHARED ones, and
+rounds of Qwen3-0.6B 0.95 if the gate has BROAD tiles. With 64, SMALL ones make 0.94 for Qwen3-0.6B, and 1.07 for
+Llama-3.2-1B. Tuned on an H200 with their layers and, more than 64 rows too, Llama-3.1-8B's."""
 PACKED: dict[int, tuple[dict[int, ProductTile], ...]] = {
     8: (
         {3: ProductTile(64, 128, 16, 4, 3, unroll=2), 4: ProductTile(64, 128, 16, 4, 5)},
@@ -176,7 +175,8 @@ def plan(outputs: int, inputs: int, processors: int = 132, memory: int = 232_448
         parts = PARTS.get((outputs, inputs)) or min(max(processors // tiles, 1), max(inputs // 512, 1), 8)
         sizes = SHARED if parts > 1 else OUTPUTS
         if elements < 1 << 23:
-            sizes = BROAD if processors // 2 < tiles and parts == 1 else SHORT
+            small = SMALL if 2 * tiles * parts <= processors else SHORT
+            sizes = BROAD if processors // 2 < tiles and parts == 1 else small
     manner = {"late": AT_ONCE if elements <= 1 << 24 else 1, "prefetch": 4 if elements < 1 << 23 else 1}
     return ProductPlan(parts, tuple(tile._replace(**manner).fitting(memory) for tile in sizes))
 
