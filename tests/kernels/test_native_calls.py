@@ -255,7 +255,8 @@ def test_random_calls_under_sanitizers(tmp_path):
     root, flags = HERE.parents[1], "-O1 -g1 -fsanitize=address,undefined -fno-sanitize-recover=undefined"
     options = (f"-DCMAKE_CXX_FLAGS={flags}", "-DCMAKE_BUILD_TYPE=Plain", f"-DPython_EXECUTABLE={sys.executable}")
     subprocess.run(["cmake", "-S", root, "-B", tmp_path, *options], check=True)
-    subprocess.run(["cmake", "--build", tmp_path, "-j2", "--target", "_cpu_gemm", "_cpu_attention"], check=True)
+    modules = "_cpu_gemm", "_cpu_attention", "_cpu_trees"
+    subprocess.run(["cmake", "--build", tmp_path, "-j2", "--target", *modules], check=True)
     libraries = [
         subprocess.run(
             ["g++", f"-print-file-name={name}.so"], check=True, capture_output=True, text=True

@@ -2,6 +2,7 @@
 
 ``python native_fuzz.py SECONDS SEED [FOLDER]``, with the compiled modules of a folder, such as those with sanitizers.
 It prints the numbers of calls, of right results and of refusals, and fails with the first call that gives neither.
+Trees get right calls only, those of their own tests: their arguments are addresses, which cannot be checked.
 """
 
 import importlib.util
@@ -11,7 +12,7 @@ import time
 from itertools import chain
 from pathlib import Path
 
-MODULES = "kernels.native._cpu_gemm", "kernels.native._cpu_attention"
+MODULES = "kernels.native._cpu_gemm", "kernels.native._cpu_attention", "contrib.kernels._cpu_trees"
 if len(sys.argv) > 3:
     for module in MODULES:
         (file,) = Path(sys.argv[3]).glob(f"{module.split('.')[-1]}*.so")
@@ -19,6 +20,7 @@ if len(sys.argv) > 3:
         sys.modules[spec.name] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(sys.modules[spec.name])
 
+import pytest  # noqa: E402
 import torch  # noqa: E402
 from packed_layers import DRAWN, OF_CPU, prepared  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
@@ -156,7 +158,7 @@ def attention_call(pick: random.Random) -> tuple:
     table = torch.arange(batch, dtype=torch.int32)[:, None] if pick.random() < 0.5 else None
     if columns > 1 and pick.random() < 0.5:
         pages = batch * columns + 2
-        table = torch.randperm(pages, dtype=torch.int32)[: batch * columns].view(batch, columns)
+        table = 1 + torch.randperm(pages - 1, dtype=torch.int32)[: batch * columns].view(batch, columns)
         caches = (torch.randn(pages, kv_heads, PAGE, size).to(dtype) for size in (key_dim, value_dim))
     last = [None, None, 0.0, None, None, None, None, None, table]  # from q_norm on
     return OPS.cpu_attention, [q, k, v, *caches, *seen, *rest, None, *angles, *last]
@@ -248,3 +250,4 @@ def expected(op, before: list, call: str) -> tuple:
 
 if __name__ == "__main__":
     main(float(sys.argv[1]), int(sys.argv[2]))
+    sys.exit(pytest.main([str(Path(__file__).parents[1] / "contrib" / "test_cpu_trees.py")]))
