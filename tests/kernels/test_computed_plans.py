@@ -33,7 +33,7 @@ MODELS = {  # layers, the shapes of a layer's products and of the head, microsec
 OLD_SHORT = SHORT[0], *SHORT[2:]
 OTHERS = {
     shape: [tile._replace(late=AT_ONCE, prefetch=4) for tile in OLD_SHORT]
-    for shape in ((3072, 576), (6144, 1024), (4096, 1024), (1024, 2048), (1024, 3072), (3072, 2048), (2048, 2048))
+    for shape in ((3072, 576), (6144, 1024), (4096, 1024), (1024, 2048), (1024, 3072))
 } | {
     (576, 1536): [tile._replace(late=AT_ONCE, prefetch=4) for tile in FEW_OUTPUTS],
 }

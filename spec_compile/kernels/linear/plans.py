@@ -107,12 +107,13 @@ FEW_SHARED = (ProductTile(16, 256, 16, 2, 4), *FEW_OUTPUTS[1:])
 NARROW = ProductTile(32, 128, 16, 4, 3), ProductTile(32, 128, 64, 4, 6), ProductTile(32, 64, 128, 4, 4)
 BROAD = ProductTile(128, 128, 16, 4, 5), ProductTile(64, 128, 64, 4, 5), *OVER_64
 """Few programs multiply a small product, so that two blocks of rows are faster than one: with 128 rows, products of
-SmolLM2-135M and Qwen3-0.6B take 0.5 to 0.8 of the time of a tile of 128 or 256 rows.
+SmolLM2-135M and Qwen3-0.6B take 0.5 to 0.8 of the time of a tile of 128 or 256 rows. SMALL has two for 33 to 64 rows,
+too, if all programs run at once: rounds of Qwen3-0.6B take 0.94 of the time; Llama-3.2-1B, with too many, took 1.07.
 
 The next kernel's programs begin on multiprocessors that have room for them, so only whole rounds tell a fast tile. Up
-to 16 rows, rounds of SmolLM2-135M take 0.94 of the time if the gate has NARROW tiles, 0.99 with FEW_SHARED ones, and
-rounds of Qwen3-0.6B 0.95 if the gate has BROAD tiles. With 64, SMALL ones make 0.94 for Qwen3-0.6B, and 1.07 for
-Llama-3.2-1B. Tuned on an H200 with their layers and, more than 64 rows too, Llama-3.1-8B's."""
+to 16 rows, rounds of SmolLM2-135M take 0.94 of the time if the gate has NARROW tiles, and 0.99 with FEW_SHARED ones;
+rounds of Qwen3-0.6B take 0.95 if the gate has BROAD tiles. Tuned on an H200 with layers of Llama-3.1-8B, Llama-3.2-1B,
+Qwen3-0.6B and SmolLM2-135M, and for more than 64 rows with Llama-3.1-8B's."""
 PACKED: dict[int, tuple[dict[int, ProductTile], ...]] = {
     8: (
         {3: ProductTile(64, 128, 16, 4, 3, unroll=2), 4: ProductTile(64, 128, 16, 4, 5)},
@@ -175,8 +176,7 @@ def plan(outputs: int, inputs: int, processors: int = 132, memory: int = 232_448
         parts = PARTS.get((outputs, inputs)) or min(max(processors // tiles, 1), max(inputs // 512, 1), 8)
         sizes = SHARED if parts > 1 else OUTPUTS
         if elements < 1 << 23:
-            small = SMALL if 2 * tiles * parts <= processors else SHORT
-            sizes = BROAD if processors // 2 < tiles and parts == 1 else small
+            sizes = SMALL if 2 * tiles * parts <= processors else BROAD if parts == 1 else SHORT
     manner = {"late": AT_ONCE if elements <= 1 << 24 else 1, "prefetch": 4 if elements < 1 << 23 else 1}
     return ProductPlan(parts, tuple(tile._replace(**manner).fitting(memory) for tile in sizes))
 
