@@ -1,15 +1,15 @@
 """fuse_cpu_products: on a CPU products of bfloat16 take what stands around them, and one another, into one op."""
 
 import operator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
 
 from ..graph import ModelGraph, attribute, calls
 from ..kernels import linear
-from ..kernels.linear import cpu_products
-from ..kernels.linear.cpu_products import CPU_PRODUCTS, NORM
+from ..kernels.linear.cpu_products import CPU_PRODUCTS, entries, products_of, supports
+from ..kernels.linear.product import Gate, Product, RmsNorm
 from ..kernels.ops import arguments_of
 from .apply import comes_after, drop_unread, replace_node
 from .fuse_norms import Norm, adds_rows, match_norm
@@ -50,7 +50,7 @@ def fuse_cpu_products(graph: ModelGraph, settings) -> str:
     )
 
 
-def arguments_of_product(graph: ModelGraph, node: fx.Node) -> tuple | None:
+def arguments_of_product(graph: ModelGraph, node: fx.Node, gated: bool = False) -> tuple | None:
     """The arguments with which `CPU_PRODUCTS` has the second result that a product has, which the kernel takes; None
     for any other node."""
     scales, kind = None, ""
@@ -61,9 +61,10 @@ def arguments_of_product(graph: ModelGraph, node: fx.Node) -> tuple | None:
     else:
         return None
     parts = [attribute(graph.gm, part.target) for part in (weight, scales) if part is not None]
-    if not cpu_products.supports(graph.dtype, parts, kind):
+    if not supports(graph.dtype, parts, kind):
         return None
-    return node.args[0], None, *cpu_products.entries(weight, scales, bias, kind)
+    layer = Product(node.args[0], weight, bias, scales, kind, after=Gate() if gated else None)
+    return node.args[0], None, *entries(layer)
 
 
 def _put(graph: ModelGraph, before: fx.Node, arguments: tuple, meta: dict) -> tuple[fx.Node, fx.Node]:
@@ -75,8 +76,8 @@ def _put(graph: ModelGraph, before: fx.Node, arguments: tuple, meta: dict) -> tu
         return gm.graph.get_attr(node.target) if isinstance(node, fx.Node) and node.op == "get_attr" else node
 
     with gm.graph.inserting_before(before):
-        x, residual, *lists = arguments
-        both = gm.graph.call_function(CPU_PRODUCTS, (x, residual, *([anew(each) for each in some] for some in lists)))
+        x, residual, tensors, layers = arguments
+        both = gm.graph.call_function(CPU_PRODUCTS, (x, residual, [*map(anew, tensors)], layers))
         both.meta = {name: value for name, value in meta.items() if name != "val"}
         stream, out = (gm.graph.call_function(operator.getitem, (both, place)) for place in (0, 1))
     return stream, out
@@ -86,13 +87,12 @@ def _join_gate(graph: ModelGraph, product: fx.Node) -> bool:
     """Join ``silu(a) * b`` to the product of which a and b are the halves, if it is that."""
     for activated, up in (product.args, product.args[::-1]):
         source = halves(activated, up)
-        if source is None or (arguments := arguments_of_product(graph, source)) is None:
+        if source is None or (arguments := arguments_of_product(graph, source, True)) is None:
             continue
         gate = activated.args[0]
         if any(len(node.users) > 1 for node in (gate, up, source)):
             continue
-        *before, numbers = arguments
-        stream, out = _put(graph, product, (*before, [*numbers[:-1], 1.0]), source.meta)
+        stream, out = _put(graph, product, arguments, source.meta)
         out.meta = {**source.meta, "val": product.meta["val"]}
         product.replace_all_uses_with(out)
         for node in (stream, product, activated, gate, up, gate.args[0], source):  # so that the norm has one reader
@@ -104,19 +104,17 @@ def _join_gate(graph: ModelGraph, product: fx.Node) -> bool:
 def _join_norm(graph: ModelGraph, norm: Norm, reader: fx.Node) -> bool | None:
     """Join a norm to the product that reads it. Returns True if the addition before it joined, too; None if nothing
     did."""
-    is_joined = reader.target == CPU_PRODUCTS and reader.args[2][NORM] is None
+    is_joined = reader.target == CPU_PRODUCTS
     arguments = reader.args if is_joined else arguments_of_product(graph, reader)
-    if arguments is None or arguments[0] is not norm.out:
+    if arguments is None or arguments[0] is not norm.out or (layer := products_of(*arguments)[0]).before is not None:
         return None
-    (weight, scales, bias, _), (kind,), (*_, gated) = arguments[2:]
     x, residual = norm.x, None
     adds = adds_rows(graph, norm.x)
     if adds:
         x, residual = norm.x.args
     at = norm.x if adds else reader  # other readers of the sum may come before the product
-    numbers = norm.eps, norm.offset or 0.0, norm.offset is None, gated
-    lists = cpu_products.entries(weight, scales, bias, kind, norm.weight, *numbers)
-    stream, out = _put(graph, at, (x, residual, *lists), reader.meta)
+    both = entries(replace(layer, before=RmsNorm(norm.weight, norm.eps, norm.offset)))
+    stream, out = _put(graph, at, (x, residual, *both), reader.meta)
     product = next(iter(reader.users)) if is_joined else reader
     out.meta = dict(product.meta)
     product.replace_all_uses_with(out)
@@ -154,7 +152,8 @@ class Chain:
 def _chain_from(graph: ModelGraph, node: fx.Node) -> Chain | None:
     """The longest chain that begins with a node; None if that has fewer than two products, or none that adds."""
     chain = _link(graph, node)
-    if chain is None or chain.arguments[2][NORM] is not None:  # a product that adds may only follow another one
+    # A product that adds may only follow another one.
+    if chain is None or products_of(*chain.arguments)[0].before is not None:
         return None
     while len(chain.out.users) == 1 and (link := _link(graph, next(iter(chain.out.users)))) is not None:
         following = _joined(chain, link)
@@ -175,7 +174,7 @@ def _link(graph: ModelGraph, node: fx.Node) -> Chain | None:
 
 def _joined(chain: Chain, link: Chain) -> Chain | None:
     """A chain and the product after it; None if that cannot follow."""
-    x, residual, *lists = link.arguments
+    x, residual, *products = link.arguments
     node, adds = link.nodes[0], residual is not None
     if adds:
         x, residual = (x, residual) if x is chain.out else (residual, x)
@@ -183,12 +182,12 @@ def _joined(chain: Chain, link: Chain) -> Chain | None:
             return None
         if len(chain.readers()) > 1:  # guard: stream-read-by-others
             return None
-    elif lists[0][NORM] is not None or any(reader < node for reader in chain.readers()):
+    elif products_of(*link.arguments)[0].before is not None or any(reader < node for reader in chain.readers()):
         return None  # the op stands where its last product does
     if x is not chain.out:
         return None
     begin, before, *others = chain.arguments
-    both = begin, residual if adds and before is None else before, *map(operator.add, others, lists)
+    both = begin, residual if adds and before is None else before, *map(operator.add, others, products)
     return Chain([*chain.nodes, node], both, link.stream if adds else chain.stream, link.out)
 
 

@@ -11,6 +11,7 @@ from spec_compile import quantised
 from spec_compile.kernels.launching import plain_kernels
 from spec_compile.kernels.linear import cpu_gemm, cpu_products
 from spec_compile.kernels.linear.cpu_products import CPU_PRODUCTS
+from spec_compile.kernels.linear.product import Gate, Product, RmsNorm
 from spec_compile.quantised.rounded import int4, int8
 
 pytestmark = NEEDS_KERNEL
@@ -22,12 +23,14 @@ SIZES = (64, 128, False, False), (128, 384, True, True), (192, 128, False, False
 
 
 def entry(weight, scales=None, bias=None, kind="", norm=None, eps=1e-5, offset=None, gated=False):
-    """The lists of one product."""
-    return cpu_products.entries(weight, scales, bias, kind, norm, eps, offset or 0.0, offset is None, gated)
+    """The op's arguments for one product."""
+    before = None if norm is None else RmsNorm(norm, eps, offset)
+    return cpu_products.entries(Product(None, weight, bias, scales, kind, before, Gate() if gated else None))
 
 
 def run(x, residual, *products):
-    return CPU_PRODUCTS(x, residual, *([*chain.from_iterable(each)] for each in zip(*products)))
+    tensors, layers = zip(*products)
+    return CPU_PRODUCTS(x, residual, [*chain.from_iterable(tensors)], "".join(layers))
 
 
 def of_codes(numbers):
@@ -52,7 +55,7 @@ def chain_of(make=None, biased=False, sizes=SIZES):
 
 def one_by_one(x, stream, entries):
     for each in entries:
-        adds = each[0][cpu_products.NORM] is not None
+        adds = cpu_products.products_of(x, None, *each)[0].before is not None
         after, x = run(x, stream if adds else None, each)
         stream = after if adds else stream
     return stream, x
@@ -100,8 +103,8 @@ def test_a_row_has_the_same_bits_with_any_number_of_rows(make, level):
         plain = run(x, residual, each)
     assert torch.equal(plain[0], stream)
     assert (plain[1].float() - out.float()).norm() < 0.01 * out.float().norm()
-    weight, scales, bias, norm = each[0]
-    _, wide = run(stream.float(), None, ([weight, scales, bias.float(), norm.float()], *each[1:]))
+    wider = [part.float() if part.dtype == BFLOAT16 and part.dim() == 1 else part for part in each[0]]
+    _, wide = run(stream.float(), None, (wider, each[1]))
     assert wide.dtype == torch.float32 and (wide - out.float()).norm() < 0.01 * wide.norm()
 
 
@@ -150,11 +153,27 @@ def test_a_chain_is_made_once(monkeypatch, level):
     assert make.call_count == 2 and len(cpu_products._known) == 1
 
 
-def test_shapes_without_values():
-    entries = [
-        ([None if each is None else each.to("meta") for each in tensors], *others)
-        for tensors, *others in chain_of(int4, biased=True)
+def test_other_tensors_at_the_same_address(level):
+    weight, x = of_codes(drawn(8, 64).sign()), drawn(3, 64)
+    whole = run(x, None, entry(**weight))[1]
+    half = run(x, None, entry(weight["weight"][:4], weight["scales"][:4], kind=weight["kind"]))[1]
+    assert torch.equal(half, whole[:, :4])
+
+
+def test_the_arguments_of_products_are_read_back():
+    norm = RmsNorm(torch.ones(3), 1e-5, None)
+    layers = [
+        Product(None, torch.ones(4, 3), torch.ones(4), torch.ones(4, 1), "Int8Weight", norm, Gate()),
+        Product(None, torch.ones(4, 2)),
+        Product(None, torch.ones(2, 4), before=norm._replace(offset=1.0)),
     ]
+    made = [cpu_products.entries(each) for each in layers]
+    tensors, text = [*chain.from_iterable(each for each, _ in made)], "".join(each for _, each in made)
+    assert cpu_products.products_of(None, None, tensors, text) == layers
+
+
+def test_shapes_without_values():
+    entries = [([each.to("meta") for each in tensors], layer) for tensors, layer in chain_of(int4, biased=True)]
     x, residual = (torch.empty(1, 3, size, dtype=BFLOAT16, device="meta") for size in (64, 128))
     stream, out = run(x, residual, *entries)
     assert stream.shape == (1, 3, 128) and out.shape == (1, 3, 320)

@@ -14,6 +14,7 @@ from spec_compile.kernels.attention import cpu_attention
 from spec_compile.kernels.attention.base import AttentionCall
 from spec_compile.kernels.launching import plain_kernels
 from spec_compile.kernels.linear.cpu_products import entries
+from spec_compile.kernels.linear.product import Gate, Product, RmsNorm
 
 pytestmark = [NEEDS_KERNEL, pytest.mark.skipif(cpu_attention.BEST is None, reason="needs the package built")]
 OPS = torch.ops.spec_compile
@@ -43,12 +44,14 @@ SQUARE = torch.ones(64, 64, dtype=BFLOAT16)
 def products(count=1, x=SQUARE[:2], residual=SQUARE[2:4], **changed):
     """Products that add and are normed, without biases or gates. An argument is the entry of each, or a list of all."""
     given = dict(
-        weights=SQUARE, scales=None, biases=None, kinds="", norms=SQUARE[0], eps=1e-5, offsets=0.0, rounds_first=True,
-        gated=False,
+        weights=SQUARE, scales=None, biases=None, kinds="", norms=SQUARE[0], eps=1e-5, offsets=None, gated=False,
     )  # fmt: skip
     lists = (each if isinstance(each, list) else [each] * count for each in {**given, **changed}.values())
-    made = [entries(*each) for each in zip(*lists)]
-    return OPS.cpu_products(x, residual, *([*chain.from_iterable(each[n] for each in made)] for n in range(3)))
+    made = []
+    for weight, scales, bias, kind, norm, eps, offset, gated in zip(*lists):
+        before = None if norm is None else RmsNorm(norm, eps, offset)
+        made.append(entries(Product(x, weight, bias, scales, kind, before, Gate() if gated else None)))
+    return OPS.cpu_products(x, residual, [*chain(*(each[0] for each in made))], "".join(each[1] for each in made))
 
 
 def attention(heads=4, kv_heads=2, slots=8, **changed):

@@ -11,16 +11,22 @@ from toy_graphs import prefix_then_chunk, rewritten
 from spec_compile import speculate
 from spec_compile.graph import calls
 from spec_compile.kernels.linear import PRODUCTS, cpu_gemm
-from spec_compile.kernels.linear.cpu_products import CPU_PRODUCTS
+from spec_compile.kernels.linear.cpu_products import CPU_PRODUCTS, products_of
 from spec_compile.passes import Settings, cpu_products
 from spec_compile.passes.cpu_products import fuse_cpu_products
 
 pytestmark = NEEDS_KERNEL
 
 
+def products_in(graph):
+    """The products of each call of the op."""
+    return [products_of(*node.args) for node in calls(graph.gm, CPU_PRODUCTS)]
+
+
 def chains_of(graph):
     """The numbers of products of all chains."""
-    return [len(node.args[3]) for node in calls(graph.gm, CPU_PRODUCTS) if len(node.args[3]) > 1]
+    counts = (len(products) for products in products_in(graph))
+    return [count for count in counts if count > 1]
 
 
 @pytest.mark.parametrize(
@@ -82,9 +88,10 @@ def test_quantised_layers(first_or_best):
     fast = speculate(model, weights="int8", compile=False)
     runtime = fast.speculation.engine.runtime
     for graph, chains in ((runtime.verify, [4, 4]), (runtime.prefill, [4])):  # of the last layer keys and values
-        assert chains_of(graph) == chains and all(all(node.args[3]) for node in calls(graph.gm, CPU_PRODUCTS))
+        kinds = [product.kind for products in products_in(graph) for product in products]
+        assert chains_of(graph) == chains and all(kinds)
         rest = [node for node in calls(graph.gm) if node.target in PRODUCTS and node.target != CPU_PRODUCTS]
-        rest += [node for node in calls(graph.gm, CPU_PRODUCTS) if len(node.args[3]) == 1]
+        rest += [products for products in products_in(graph) if len(products) == 1]
         assert len(rest) == 1  # q, k and v of the first layer
 
 

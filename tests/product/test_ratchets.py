@@ -27,7 +27,7 @@ LINES = {
     "kernels": 13432,
     "ngram": 2743,
     "parallel": 828,
-    "passes": 3099,
+    "passes": 3098,
     "quantised": 2722,
     "runtime": 6248,
     "serve": 7890,

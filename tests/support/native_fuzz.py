@@ -29,6 +29,7 @@ from spec_compile.cache import PAGE  # noqa: E402
 from spec_compile.kernels.attention import cpu_attention  # noqa: E402
 from spec_compile.kernels.launching import plain_kernels  # noqa: E402
 from spec_compile.kernels.linear import cpu_gemm, cpu_products  # noqa: E402
+from spec_compile.kernels.linear.product import Gate, Product, RmsNorm  # noqa: E402
 from spec_compile.tree import ancestry  # noqa: E402
 
 OPS = torch.ops.spec_compile
@@ -132,10 +133,13 @@ def products_call(pick: random.Random) -> tuple:
         if pick.random() < 0.5 and inputs > 136:
             kind, parts = layer(outputs, inputs, pick)
         bias, norm = (torch.rand(size).bfloat16() if is_normed else None for size in (outputs, inputs))
-        entries.append(cpu_products.entries(*parts, bias, kind, norm, 1e-5, 1.0, pick.random() < 0.5, bool(is_gated)))
+        before = RmsNorm(norm, 1e-5, None if pick.random() < 0.5 else 1.0) if is_normed else None
+        gate = Gate() if is_gated else None
+        entries.append(cpu_products.entries(Product(None, parts[0], bias, parts[1], kind, before, gate)))
     x = rows_of(sizes[0][0], torch.bfloat16, pick)
     residual = torch.randn(*x.shape[:-1], 640).bfloat16() if len(sizes) > 1 or pick.random() < 0.5 else None
-    return OPS.cpu_products, [x, residual, *([*chain.from_iterable(each)] for each in zip(*entries))]
+    tensors, layers = zip(*entries)
+    return OPS.cpu_products, [x, residual, [*chain.from_iterable(tensors)], "".join(layers)]
 
 
 def attention_call(pick: random.Random) -> tuple:

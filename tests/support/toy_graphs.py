@@ -1,6 +1,7 @@
 """Toy models as graphs, and graphs of tiny models in 16 bits that passes take for ones on a GPU."""
 
 import functools
+from dataclasses import replace
 
 import models
 import pytest
@@ -13,6 +14,7 @@ from spec_compile import passes
 from spec_compile.graph import LayerSpec, ModelGraph, calls
 from spec_compile.kernels import ops
 from spec_compile.kernels.attention import Use
+from spec_compile.kernels.linear.cpu_products import CPU_PRODUCTS, entries, products_of
 from spec_compile.passes import Settings
 
 aten = torch.ops.aten
@@ -170,14 +172,17 @@ def prefix_then_chunk(function, graph):
 
 def add_to_eps(gm, more):
     """Add to the eps of all norms but the first."""
-    norms = []  # the node whose argument `place` is an eps, or the list of all products' eps
+    is_first = True
     for node in calls(gm):
         if node.target == torch.ops.aten.rsqrt.default:
-            norms.append((node.args[0], 1, None))
-        elif node.target == torch.ops.spec_compile.cpu_products.default:
-            norms += [(node, 4, 4 * number) for number, norm in enumerate(node.args[2][3::4]) if norm is not None]
-    for node, place, number in norms[1:]:
-        eps = node.args[place]
-        changed = eps + more if number is None else [each + more * (n == number) for n, each in enumerate(eps)]
-        node.update_arg(place, changed)
+            node.args[0].update_arg(1, node.args[0].args[1] + more * (not is_first))
+            is_first = False
+        elif node.target == CPU_PRODUCTS:
+            texts = []
+            for product in products_of(*node.args):
+                norm = product.before
+                if norm is not None:
+                    norm, is_first = norm._replace(eps=norm.eps + more * (not is_first)), False
+                texts.append(entries(replace(product, before=norm))[1])
+            node.update_arg(3, "".join(texts))
     gm.recompile()

@@ -23,6 +23,8 @@ LEVELS = ("", "AVX2", "AVX-512", "AVX-512 with VNNI, BF16 and VBMI")
 """The instructions of each level; the kernel takes the last that the CPU has and `kernels.cpu` allows."""
 BEST = 0 if _cpu_gemm is None else min(_cpu_gemm.levels(), HIGHEST)
 """The level that it takes; 0: there is no kernel."""
+new_chain = None if _cpu_gemm is None else _cpu_gemm.Chain
+"""Makes an empty chain of products for a level; see `cpu_products`."""
 MOST_ROWS = {torch.float32: (0, 0, 64, 64), torch.bfloat16: (0, math.inf, 64, 64)}
 """By dtype and level, the most rows with weights as numbers: BLAS uses the caches better with more. With AVX2 it has no
 instructions for bfloat16: on two cores it takes 2 times as long with 4 rows, and 4.5 times with 64 and 256."""
@@ -187,11 +189,6 @@ def constants(
 def told(x: Tensor) -> str:
     """A tensor's layout, for messages."""
     return f"{x.dtype} {list(x.shape)} with the strides {list(x.stride())} on {x.device}"
-
-
-def new_chain():
-    """An empty chain of products of the kernel; see `cpu_products`."""
-    return _cpu_gemm.Chain(BEST)
 
 
 def address(x: Tensor | None) -> int:
