@@ -254,3 +254,14 @@ def test_blocks_mean_the_layer(name):
     assert (again is None) == (name in ("ao int8", *OF_CPU))
     if again is not None:
         assert torch.equal(again[0].weight(again[1], 384), want)
+
+
+@pytest.mark.parametrize("kind", ["Fp8Block 128 128", "Int8Weight"])
+def test_a_bias_of_float32_keeps_the_dtype_of_rows(kind):
+    """Also where no kernel serves them, as rows of float16."""
+    weight = torch.randn(24, 128).to(torch.int8 if kind == "Int8Weight" else torch.float8_e4m3fn)
+    scales = torch.ones(24, 1) if kind == "Int8Weight" else torch.ones(1, 1)
+    x, bias = torch.randn(2, 128).half(), torch.randn(24)
+    got = torch.ops.spec_compile.quantised_linear(x, [weight, scales], bias, kind)
+    bare = torch.ops.spec_compile.quantised_linear(x, [weight, scales], None, kind)
+    assert torch.equal(got, (bare + bias).half())

@@ -186,12 +186,11 @@ def as_numbers(value, dtype: torch.dtype):
 def plain(op, arguments):
     """What the call means in plain PyTorch, on copies."""
     arguments = copied(arguments)
-    for place, argument in enumerate(op.default._schema.arguments):
-        if argument.name in ("bias", "biases"):  # which the kernel takes in any dtype
-            arguments[place] = as_numbers(arguments[place], arguments[0].dtype)
     if op is OPS.cpu_product:
         x, weight, bias = arguments
         return F.linear(x.double(), weight.double(), None if bias is None else bias.double()).to(x.dtype)
+    if op is OPS.quantised_linear and arguments[2] is not None and arguments[0].dtype in DTYPES[:2]:
+        arguments[2] = arguments[2].to(arguments[0].dtype)  # the kernel takes a bias of any dtype
     with plain_kernels():
         return op(*arguments)
 
@@ -202,7 +201,8 @@ def differ(got: torch.Tensor, want: torch.Tensor) -> bool:
     got, want = got.double(), want.double()
     if not want.isfinite().all():  # a damaged number made it so, and other orders of sums have others of these
         return False
-    return bool((got - want).norm() > 0.03 * want.norm() + 1e-3)
+    # Four products that round their rows to 8 bits differ by up to 0.032: one bit of bfloat16 may change a code of FP8.
+    return bool((got - want).norm() > 0.06 * want.norm() + 1e-3)
 
 
 def told(value) -> str:
@@ -210,7 +210,8 @@ def told(value) -> str:
         return f"[{', '.join(map(told, value))}]"
     if not isinstance(value, torch.Tensor):
         return repr(value)
-    numbers = value.tolist() if value.dtype in (torch.int32, torch.int64) and not value.is_meta else ""
+    is_short = value.dtype in (torch.int32, torch.int64) and not value.is_meta and value.numel() <= 300
+    numbers = value.tolist() if is_short else ""
     return f"{value.dtype}{list(value.shape)}{value.stride()}{numbers}"
 
 
@@ -243,10 +244,13 @@ def main(seconds: float, seed: int) -> None:
 
 
 def expected(op, before: list, call: str) -> tuple:
+    if op is OPS.cpu_attention and before[-1] is not None and before[-1].shape[1] > 1 and not before[-1].all():
+        return ()  # page 0 is a scratch page, whose numbers mean nothing
     try:
         want = plain(op, before)
     except Exception as error:
-        if "same dtype" in str(error) or isinstance(error, IndexError):  # which the kernel needs of used pages only
+        # Kernels take biases of any dtype, and need indices of used pages only.
+        if "same dtype" in str(error) or "Promotion for Float8" in str(error) or isinstance(error, IndexError):
             return ()
         raise AssertionError(f"a result where plain PyTorch has none, {error!r}: {call}") from error
     return (want,) if isinstance(want, torch.Tensor) else want
