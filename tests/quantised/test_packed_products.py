@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from spec_compile import quantised
 from spec_compile.kernels.linear import skinny_gemm
-from spec_compile.kernels.linear.plans import ProductTile
+from spec_compile.kernels.linear.plans import ProductTile, packed_plan
 from spec_compile.kernels.linear.product import Gate, Product
 from spec_compile.kernels.linear.product_ops import product, product_to_heads
 from spec_compile.quantised.compressed_tensors import read
@@ -109,6 +109,28 @@ def test_products(name, rows, outputs, inputs, count):
         gate, up = layout.product(x, parts, None).chunk(2, -1)
         gated = launch(x, packed, ours, count, TILES[packed.bits], after=Gate())
         torch.testing.assert_close(gated, F.silu(gate) * up, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name, rows, count", [("ct128", 18, 4), ("table", 1, 4), ("ct32", 3, 2), ("w4a8", 5, 4)])
+def test_parts_in_turn_have_the_same_bits(name, rows, count):
+    """Programs that multiply a pair of parts, or all of them, one after the other."""
+    packed, ours = prepared(name, 72, 1024)[1]
+    x = torch.randn(rows, 1024)
+    want = launch(x, packed, ours, count, TILES[4])
+    torch.testing.assert_close(want, packed.product(x, ours, None), rtol=1e-4, atol=1e-5)
+    for turns in {2, count}:
+        assert torch.equal(launch(x, packed, ours, count, TILES[4]._replace(turns=turns)), want)
+
+
+def test_turns_of_4_bits():
+    """The example of `sizes_in_turns`; turns divide the parts, and tiles have one kind of instructions."""
+    plan = packed_plan(4096, 14336, 4)
+    assert [plan.parts, *(plan.tile(rows).turns for rows in (16, 64, 256, 2048))] == [8, 1, 2, 8, 8]
+    for outputs in (64, 576, 2048, 3072, 6144, 16384, 28672):
+        for inputs in (512, 1536, 4096, 14336, 28672):
+            plan = packed_plan(outputs, inputs, 4)
+            assert all(plan.parts % tile.turns == 0 and tile.block_o >= 64 for tile in plan.tiles)
+            assert all(tile.turns == 1 or tile.turns % 2 == 0 for tile in plan.tiles)
 
 
 def test_all_values_of_fp8():

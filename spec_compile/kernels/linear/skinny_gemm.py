@@ -139,17 +139,19 @@ def launch(product: Product, out: Tensor | None, parts: int, tile: ProductTile, 
     weight = as_read(weight)
     grid = ceil_div(outputs, tile.block_o), ceil_div(rows, tile.block_n)
     shared = None
-    if parts > 1:
-        size = grid[0] * grid[1] * parts * tile.block_o * tile.block_n
+    programs = parts // tile.turns
+    if programs > 1:
+        size = grid[0] * grid[1] * programs * tile.block_o * tile.block_n
         partial = torch.empty(size, dtype=torch.float32, device=x.device)
         shared = partial, zero_counters(x.device, grid[0] * grid[1])
     exchange = product.after if isinstance(product.after, Exchange) else None
-    skinny_gemm_kernel[(grid[1], grid[0] * parts)](
+    skinny_gemm_kernel[(grid[1], grid[0] * programs)](
         Matrix(x, units, x.stride(0)), Matrix(weight, scales, weight.stride(0)), shared=shared,
         sent=(exchange.peers, exchange.state, exchange.words) if exchange else None,
         rank=exchange.rank if exchange else 0, late=tile.late, prefetch=tile.prefetch,
         RANKS=exchange.ranks if exchange else 1, SHOTS=exchange.shots(rows * outputs) if exchange else 1,
-        BLOCK_O=tile.block_o, EVEN=inputs % tile.block_k == 0, UNROLL=tile.unroll, PDL=early, FORMAT=form, GROUP=group,
+        BLOCK_O=tile.block_o, TURNS=tile.turns, EVEN=inputs % tile.block_k == 0, UNROLL=tile.unroll, PDL=early,
+        FORMAT=form, GROUP=group,
         TABLE=look_up(layout.table) if layout and layout.table is not None else None, PTX=x.is_cuda,
         maxnreg=None if units is None else tile.registers, **_arguments(product, out, parts, tile),
         **({"launch_pdl": True} if early else {}),

@@ -5,7 +5,8 @@
 **A row's result has the same bits however many rows there are.** Every row goes through the same instructions of the
 tensor cores, which add its products up in one chain along the columns of the weights (`quantised_kernel` has others).
 If several programs share that chain, the shape of the weights decides at which columns it is cut, and the parts are
-added in ascending order: 1000 columns in 2 parts are cut at 512, because cuts are multiples of 256.
+added in ascending order: 1000 columns in 2 parts are cut at 512, because cuts are multiples of 256. An even number of
+parts of 4 bits is added in pairs, (0 + 1) + (2 + 3), so that a program may multiply a pair, and store only its sum.
 
 The kernel loses little time at its beginning and end:
 
@@ -40,12 +41,10 @@ from .quantised_kernel import multiply_quantised
 
 
 @triton.jit
-def _share_of_program(inputs, CUT: tl.constexpr, PARTS: tl.constexpr):
-    """The number of the program's tile, its part of the columns, and these columns begin .. end, cut at multiples of
-    CUT."""
-    tile, part = tl.program_id(1) // PARTS, tl.program_id(1) % PARTS
+def _columns_of_part(part, inputs, CUT: tl.constexpr, PARTS: tl.constexpr):
+    """The columns begin .. end of a part, cut at multiples of CUT."""
     cuts = tl.cdiv(inputs, CUT)
-    return tile, part, part * cuts // PARTS * CUT, tl.minimum((part + 1) * cuts // PARTS * CUT, inputs)
+    return part * cuts // PARTS * CUT, tl.minimum((part + 1) * cuts // PARTS * CUT, inputs)
 
 
 @triton.jit
@@ -88,49 +87,79 @@ def _multiply(
 
 
 @triton.jit
-def _store_part(acc, shared, tile, part, BLOCK_N: tl.constexpr, BLOCK_O: tl.constexpr, PARTS: tl.constexpr):
-    """Store the program's part of a tile -> where the first part is, the tile's counter, and whether all have arrived.
-    partial [tiles, PARTS, BLOCK_N, BLOCK_O]: as what an end adds, columns of out lie side by side; arrived [tiles]."""
-    SIZE: tl.constexpr = BLOCK_O * BLOCK_N
-    partial_ptr, arrived_ptr = shared
-    number = tl.program_id(0) * (tl.num_programs(1) // PARTS) + tile
-    at = partial_ptr + number.to(tl.int64) * (PARTS * SIZE)
-    at += tl.arange(0, BLOCK_O)[:, None] + tl.arange(0, BLOCK_N)[None, :] * BLOCK_O
-    tl.store(at + part * SIZE, acc)
-    tl.debug_barrier()  # every thread's stores come before the release by one of them
-    return at, arrived_ptr + number, tl.atomic_add(arrived_ptr + number, 1, sem="acq_rel") == PARTS - 1
-
-
-@triton.jit
-def _sum_of_parts(at, counter, BLOCK_N: tl.constexpr, BLOCK_O: tl.constexpr, PARTS: tl.constexpr):
-    """The sum of all parts of a tile [BLOCK_O, BLOCK_N]. counter: 0 again, as before the first one arrived."""
-    acc = tl.load(at, cache_modifier=".cg")
-    for other in tl.static_range(1, PARTS):
-        acc += tl.load(at + other * (BLOCK_O * BLOCK_N), cache_modifier=".cg")
-    tl.store(counter, 0)
+def _multiply_parts(
+    weight, x, o, n, part, rows, outputs, inputs, late, FORMAT: tl.constexpr, GROUP: tl.constexpr, TABLE: tl.constexpr,
+    BLOCK_K: tl.constexpr, CUT: tl.constexpr, PARTS: tl.constexpr, TURNS: tl.constexpr, EVEN: tl.constexpr,
+    UNROLL: tl.constexpr, PDL: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """TURNS parts of the columns from `part` on, pair by pair -> their sum [BLOCK_O, BLOCK_N]."""
+    if TURNS == 1:
+        begin, end = _columns_of_part(part, inputs, CUT, PARTS)
+        acc = multiply_quantised(
+            weight, x, o, n, begin, end, rows, outputs, inputs, late, FORMAT, GROUP, TABLE, BLOCK_K, EVEN, UNROLL, PDL,
+            PTX,
+        )  # fmt: skip
+    else:
+        acc = tl.zeros([o.shape[0], n.shape[0]], tl.float32)
+        for first in tl.range(part, part + TURNS, 2):
+            pair = tl.zeros([o.shape[0], n.shape[0]], tl.float32)
+            for each in tl.range(first, first + 2):
+                begin, end = _columns_of_part(each, inputs, CUT, PARTS)
+                pair += multiply_quantised(
+                    weight, x, o, n, begin, end, rows, outputs, inputs, late, FORMAT, GROUP, TABLE, BLOCK_K, EVEN,
+                    UNROLL, PDL, PTX,
+                )  # fmt: skip
+            acc += pair
     return acc
 
 
 @triton.jit
-def _send(value, peers, slot, column, n, rows, height, rank, RANKS: tl.constexpr, SHOTS: tl.constexpr):
-    """value [HEIGHT, BLOCK_N] to the ranks that sum it, as a part [rows, height] of their sum."""
-    mask = (column < height)[:, None] & (n < rows)[None, :]
-    send(value, peers, slot, n[None, :].to(tl.int64) * height + column[:, None], mask, rank, RANKS, SHOTS, True)
+def _store_part(acc, shared, tile, number, BLOCK_N: tl.constexpr, BLOCK_O: tl.constexpr, PROGRAMS: tl.constexpr):
+    """Store the sums of program `number` of a tile -> where the first one's are, the tile's counter, and whether all
+    have arrived. partial [tiles, PROGRAMS, BLOCK_N, BLOCK_O]: as what an end adds, columns of out lie side by side;
+    arrived [tiles]."""
+    SIZE: tl.constexpr = BLOCK_O * BLOCK_N
+    partial_ptr, arrived_ptr = shared
+    place = tl.program_id(0) * (tl.num_programs(1) // PROGRAMS) + tile
+    at = partial_ptr + place.to(tl.int64) * (PROGRAMS * SIZE)
+    at += tl.arange(0, BLOCK_O)[:, None] + tl.arange(0, BLOCK_N)[None, :] * BLOCK_O
+    tl.store(at + number * SIZE, acc)
+    tl.debug_barrier()  # every thread's stores come before the release by one of them
+    return at, arrived_ptr + place, tl.atomic_add(arrived_ptr + place, 1, sem="acq_rel") == PROGRAMS - 1
+
+
+@triton.jit
+def _sum_of_parts(
+    at, counter, BLOCK_N: tl.constexpr, BLOCK_O: tl.constexpr, PROGRAMS: tl.constexpr, PAIRS: tl.constexpr
+):  # fmt: skip
+    """The sum of what a tile's programs have stored [BLOCK_O, BLOCK_N], PAIRS: of pairs. counter: 0 again, as before
+    the first one arrived."""
+    STEP: tl.constexpr = 2 if PAIRS else 1
+    acc = 0.0
+    for first in tl.static_range(0, PROGRAMS, STEP):
+        part = tl.load(at + first * (BLOCK_O * BLOCK_N), cache_modifier=".cg")
+        if PAIRS:
+            part += tl.load(at + (first + 1) * (BLOCK_O * BLOCK_N), cache_modifier=".cg")
+        acc = part if first == 0 else acc + part
+    tl.store(counter, 0)
+    return acc
 
 
 @triton.jit(do_not_specialize=["rows", "late", "prefetch", "nodes", "rank"])
 def skinny_gemm_kernel(
     x, weight, bias_ptr, out_ptr, shared, before, to_stream, heads, sent, rank, rows, outputs, inputs, stride_r, nodes,
     capacity, late, prefetch, RANKS: tl.constexpr, SHOTS: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr, CUT: tl.constexpr, PARTS: tl.constexpr, TERMS: tl.constexpr,
-    SQUARED: tl.constexpr, GATED: tl.constexpr, EVEN: tl.constexpr, UNROLL: tl.constexpr, PDL: tl.constexpr,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, FORMAT: tl.constexpr,
-    GROUP: tl.constexpr, TABLE: tl.constexpr, PTX: tl.constexpr,
+    BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr, CUT: tl.constexpr, PARTS: tl.constexpr, TURNS: tl.constexpr,
+    TERMS: tl.constexpr, SQUARED: tl.constexpr, GATED: tl.constexpr, EVEN: tl.constexpr, UNROLL: tl.constexpr,
+    PDL: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr,
+    FORMAT: tl.constexpr, GROUP: tl.constexpr, TABLE: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """out = x @ weight.T, and what stands around it. Grid (tiles of x's rows, tiles of the weights' rows * PARTS):
+    """out = x @ weight.T, and what stands around it. Grid (tiles of x's rows, tiles of the weights' rows * PROGRAMS):
     programs that read the same weights begin together."""
-    # This program's tile [BLOCK_O, BLOCK_N], and its part of the columns: begin .. end.
-    tile, part, begin, end = _share_of_program(inputs, CUT, PARTS)
+    # This program's tile [BLOCK_O, BLOCK_N], and the first of its TURNS parts of the columns: begin .. end.
+    PROGRAMS: tl.constexpr = PARTS // TURNS  # that share the columns
+    tile, number = tl.program_id(1) // PROGRAMS, tl.program_id(1) % PROGRAMS
+    begin, end = _columns_of_part(number * TURNS, inputs, CUT, PARTS)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
 
     # Rows of the weights in the tile, o [BLOCK_O]; HEIGHT columns of out come of them.
@@ -158,14 +187,14 @@ def skinny_gemm_kernel(
     if FORMAT is None:
         acc = _multiply(weight, x, o, n, begin, end, rows, inputs, late, BLOCK_K, EVEN, PDL)
     else:
-        acc = multiply_quantised(
-            weight, x, o, n, begin, end, rows, outputs, inputs, late, FORMAT, GROUP, TABLE, BLOCK_K, EVEN, UNROLL, PDL,
-            PTX,
+        acc = _multiply_parts(
+            weight, x, o, n, number * TURNS, rows, outputs, inputs, late, FORMAT, GROUP, TABLE, BLOCK_K, CUT, PARTS,
+            TURNS, EVEN, UNROLL, PDL, PTX,
         )  # fmt: skip
 
     done = True
-    if PARTS > 1:
-        at, counter, done = _store_part(acc, shared, tile, part, BLOCK_N, BLOCK_O, PARTS)
+    if PROGRAMS > 1:
+        at, counter, done = _store_part(acc, shared, tile, number, BLOCK_N, BLOCK_O, PROGRAMS)
     # The steps after the product, with the sums in registers. Where programs share the columns, the last one does them.
     if done:
         if not EAGER and before is not None:
@@ -174,8 +203,9 @@ def skinny_gemm_kernel(
             residual, norm = load_stream(to_stream, column, n, rows, height, stride_r)
         if not EAGER and APPENDS:
             loaded = load_for_heads(heads, column, n, rows, nodes, capacity, HEADS, KV_HEADS, PAGE, D)
-        if PARTS > 1:
-            acc = _sum_of_parts(at, counter, BLOCK_N, BLOCK_O, PARTS)
+        if PROGRAMS > 1:
+            is_packed: tl.constexpr = weight.data.dtype.element_ty == tl.int32  # words of 4 bits
+            acc = _sum_of_parts(at, counter, BLOCK_N, BLOCK_O, PROGRAMS, is_packed and PARTS % 2 == 0 and TURNS == 1)
         if before is not None:
             acc = scale_rows(acc, inverse_rms(squares, inputs, before.eps), load_bias(bias_ptr, o))
         elif bias_ptr is not None:
@@ -191,7 +221,9 @@ def skinny_gemm_kernel(
         elif GATED:
             store(first / (1 + tl.exp(-first)) * second, out_ptr, column, n, rows, height)
         elif RANKS > 1:
-            _send(acc, peers, slot, column, n, rows, height, rank, RANKS, SHOTS)
+            mask = (column < height)[:, None] & (n < rows)[None, :]
+            at = n[None, :].to(tl.int64) * height + column[:, None]
+            send(acc, peers, slot, at, mask, rank, RANKS, SHOTS, True)
         else:
             store(acc, out_ptr, column, n, rows, height)
 
@@ -381,7 +413,7 @@ def _multiply_many(
     PAIRED: tl.constexpr,
 ):  # fmt: skip
     """The products [HEIGHT, BLOCK_N] of the rows of x from `row` on with the weights' rows from `o` on and, PAIRED,
-    with those from o + distance on (else 0). Columns are cut as in `skinny_gemm_kernel._share_of_program`."""
+    with those from o + distance on (else 0). Columns are cut as in `_columns_of_part`."""
     cuts = tl.cdiv(inputs, CUT)
     first, second = tl.zeros([HEIGHT, BLOCK_N], tl.float32), 0.0
     if PAIRED:
