@@ -49,9 +49,10 @@ class ProductTile(NamedTuple):
         """The most registers that a thread may take if weights and activations have 8 bits; None: the compiler decides.
 
         128 suffice for two tiles of 32 sums, one of a step and one of all. The compiler would take more for the
-        steps around a product, and a multiprocessor would hold fewer programs, which hide each other's waiting.
+        steps around a product, and a multiprocessor would hold fewer programs, which hide each other's waiting. Parts
+        in turn have more sums.
         """
-        return 128 if self.block_o * self.block_n == 32 * 32 * self.warps else None
+        return 128 if self.turns == 1 and self.block_o * self.block_n == 32 * 32 * self.warps else None
 
     def fits(self, memory: int) -> bool:
         """True if it fits into `memory` bytes of shared memory."""

@@ -406,7 +406,7 @@ def multiply_w4a8(
                 part = tl.dot(a.to(tl.float32).to(b.dtype), b.T, input_precision="ieee")
             acc += part * scale[:, None]
     unit = tl.load(x.scales + n, mask=n < rows, other=0.0)
-    return acc * unit[None, :]
+    return tl.fma(acc, unit[None, :] + tl.zeros_like(acc), tl.zeros_like(acc))  # rounded before parts are added
 
 
 @triton.jit
