@@ -40,13 +40,13 @@ MASK = (1 << 31) - 1
 """The bits of an entry that hold MASK - id."""
 
 
-def _empty_results(logits: Tensor, k: int, temperature: float) -> tuple[Tensor, Tensor]:
+def empty_results(logits: Tensor, k: int, temperature: float) -> tuple[Tensor, Tensor]:
     _check(logits, k, temperature)
     logprobs = logits.new_empty((logits.shape[0], k), dtype=torch.float32)
     return logprobs, torch.empty_like(logprobs, dtype=torch.int64)
 
 
-@one_launch("top_logits", _empty_results, "launch_top_logits")
+@one_launch("top_logits", empty_results, "launch_top_logits")
 def top_logits(logits: Tensor, k: int, temperature: float) -> tuple[Tensor, Tensor]:
     """``log_softmax(logits / temperature)`` at the k largest logits of each row, largest first.
 
@@ -116,7 +116,7 @@ def launch(
     rows, vocab = logits.shape
     parts, stretch = triton.cdiv(vocab, block), min(GPU_STRETCH, block)
     stretches = parts * (block // stretch)
-    (logprobs, ids), early = _empty_results(logits, k, temperature), launches_early(logits.device)
+    (logprobs, ids), early = empty_results(logits, k, temperature), launches_early(logits.device)
     if not rows:
         return logprobs, ids
     _top_logits[(rows * parts,)](

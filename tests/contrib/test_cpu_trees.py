@@ -1,4 +1,5 @@
-"""Trees on a CPU in C++ and by the plain forms, whose own tests are in test_recycle and test_union."""
+"""Likeliest tokens and trees on a CPU in C++ and by the plain forms, whose own tests are in test_top_logits,
+test_recycle and test_union."""
 
 import pytest
 import torch
@@ -7,12 +8,53 @@ from hypothesis import strategies as st
 from merged_trees import HEAD, TRIE, arguments, both_sources, check, large
 from recycled import CASES, check_trees, table_of
 
+from spec_compile.contrib.kernels import cpu_trees
 from spec_compile.contrib.kernels.cpu_trees import learn, merge, unroll
 from spec_compile.drafters.trees import merge as plain
 from spec_compile.drafters.trees.merge import Drafts
+from spec_compile.kernels.cpu import LEVELS
 from spec_compile.kernels.launching import CPU_KERNELS
+from spec_compile.kernels.top_logits import likeliest, top_logits
 
 plain_learning = plain.learn_from.__wrapped__
+
+
+@pytest.mark.parametrize("level", range(len(LEVELS)))
+@pytest.mark.parametrize(
+    "vocab, k, temperature", [(1, 1, 1.0), (63, 16, 0.5), (64, 1, 3.0), (1100, 16, 1.0), (49152, 8, 1.0)]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_likeliest_tokens(monkeypatch, level, vocab, k, temperature, dtype):
+    """Each level takes the best instructions up to it that this CPU has. Many logits of bfloat16 are equal."""
+    monkeypatch.setattr(cpu_trees, "HIGHEST", level)
+    drawn = 4 * torch.randn(3, 2 * vocab, generator=torch.Generator().manual_seed(vocab))
+    logits = drawn.to(dtype)[:, ::2]
+    found, right = cpu_trees.top_logits(logits, k, temperature), top_logits.__wrapped__(logits, k, temperature)
+    assert torch.equal(found[1], right[1])
+    torch.testing.assert_close(found[0], right[0], rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("level", range(len(LEVELS)))
+@pytest.mark.parametrize("vocab", [1, 63, 1100])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_likeliest_token_of_each_node(monkeypatch, level, vocab, dtype):
+    """The second sequence bans most tokens, after some nodes; the first one bans the likeliest."""
+    monkeypatch.setattr(cpu_trees, "HIGHEST", level)
+    generator = torch.Generator().manual_seed(vocab)
+    logits = torch.randint(-9, 9, (2, 5, vocab), generator=generator).to(dtype)
+    banned = torch.stack([logits[0, 0] == logits[0, 0].amax(), torch.rand(vocab, generator=generator) < 0.9])
+    applies = torch.tensor([[True, False, True, False, False], [False, True, True, True, False]])
+    right = likeliest.__wrapped__(logits, banned, applies)
+    assert torch.equal(cpu_trees.likeliest(logits, banned, applies), right)
+    if vocab > 1:
+        assert not torch.equal(right, logits.argmax(-1))
+
+
+@pytest.mark.parametrize("k", [0, 10, 17])
+def test_too_many_likeliest_tokens_are_refused(k):
+    logits, out = torch.zeros(1, 9), torch.zeros(32, dtype=torch.int64)
+    with pytest.raises(ValueError, match="k: expected 1 to 16, and at most the logits of a row"):
+        cpu_trees._native.read_logits((logits.data_ptr(), False, 1, 9, k, 1.0, 0, 1, 0, out.data_ptr(), 0, 0, 0))
 
 
 @settings(max_examples=100, deadline=None)
@@ -78,6 +120,8 @@ def test_operators():
     merge(*merging)
     text = torch.zeros(1, 9, dtype=torch.int64)
     calls = {
+        "likeliest": (torch.arange(24.0).view(2, 3, 4), torch.eye(4)[2:] > 0, torch.ones(2, 3, dtype=torch.bool)),
+        "top_logits": (torch.arange(24.0).view(2, 12), 3, 1.0),
         "recycle_unroll": (table_of(20, 3, 0, 40), torch.tensor([3, 7]), torch.tensor([True, False]), 9),
         "merge_into": merging,
         "learn_from": (counts, [*drafts], begins, length, length + 2, text, 5),

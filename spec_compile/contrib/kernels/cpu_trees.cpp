@@ -1,5 +1,6 @@
 // Trees of drafts on a CPU: recycled tokens, two trees as one, and what their outcomes teach. Meanings and layouts are
 // in drafters/recycle.py and drafters/trees/merge.py. A tree has at most 64 nodes, so that loops over pairs are short.
+// Logits are read here, too, see cpu_top_logits.h.
 #include <algorithm>
 #include <array>
 #include <cmath>
@@ -9,6 +10,8 @@
 #include <vector>
 
 #include <nanobind/nanobind.h>
+
+#include "cpu_top_logits.h"
 
 namespace nb = nanobind;
 
@@ -230,6 +233,21 @@ NB_MODULE(_cpu_trees, m) {
             g.at<int64_t>(12)[b] = unroll(g.at<int32_t>(0), g.size(1), int(g.size(2)), g.at<int64_t>(3)[b * g.size(4)],
                                           g.at<bool>(5)[b], nodes, int(g.size(8)), g.at<int64_t>(9) + b * nodes,
                                           g.at<int64_t>(10) + b * nodes, g.at<float>(11) + b * nodes);
+    });
+    // logits, true for bfloat16, rows, vocab, k, temperature, level, threads; log-probabilities or 0, ids; banned, applies
+    // and nodes, or 0 of each
+    m.def("read_logits", [](nb::tuple values) {
+        const Given g{values};
+        const int64_t vocab = g.size(3), k = g.size(4);
+        if (k < 1 || k > std::min<int64_t>(spec_compile::kMostLogits, vocab))
+            throw std::invalid_argument("k: expected 1 to 16, and at most the logits of a row");
+        const spec_compile::Rows rows{g.at<void>(0),    vocab,          int(k), g.number(5), g.at<float>(8),
+                                      g.at<int64_t>(9), g.at<uint8_t>(10), g.at<uint8_t>(11), g.size(12)};
+        using spec_compile::read_row_for;
+        const auto read = g.size(1) ? read_row_for<spec_compile::BFloat16>(g.size(6)) : read_row_for<float>(g.size(6));
+        const int64_t count = g.size(2), threads = g.size(7);
+        nb::gil_scoped_release release;
+        spec_compile::read_rows(rows, count, read, threads);
     });
     // lengths, batch, size, others, nodes, cells; tokens, parents, count of the head, scores; tokens, parents, count,
     // match of n-grams, counts; tokens, parents, count, confidence, begins, and the six of the drafts
