@@ -3,14 +3,13 @@
 
 #include <algorithm>
 #include <array>
-#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <limits>
 #include <vector>
 
-#include <dlfcn.h>
+#include "../../kernels/native/cpu.h"
 
 namespace spec_compile {
 
@@ -146,11 +145,12 @@ struct Rows {
     int64_t nodes;
 };
 
-template <int N, class T> SPEC_COMPILE_INLINE void read_row(const Rows& rows, int64_t row, float* maxima) {
+template <int N, class T> SPEC_COMPILE_INLINE void read_row(const Rows& rows, int64_t row) {
     const int64_t vocab = rows.vocab;
+    std::vector<float> maxima(vocab / kStretch + 1);
     const T* logits = static_cast<const T*>(rows.logits) + row * vocab;
     const uint8_t* banned = rows.applies && rows.applies[row] ? rows.banned + row / rows.nodes * vocab : nullptr;
-    const float peak = find_maxima<N>(logits, vocab, maxima);
+    const float peak = find_maxima<N>(logits, vocab, maxima.data());
     First stretches{rows.k}, best{rows.k};
     if (banned) {  // each token counts, because the best of a stretch may be banned
         for (int64_t i = 0; i < vocab; i++) best.add(banned[i] ? kLeast : clean(logits[i]), i);
@@ -171,12 +171,12 @@ template <int N, class T> SPEC_COMPILE_INLINE void read_row(const Rows& rows, in
     }
 }
 
-using ReadRow = void (*)(const Rows&, int64_t, float*);
+using ReadRow = void (*)(const Rows&, int64_t);
 
 // The same code for the instructions of each level.
-#define SPEC_COMPILE_READ_ROW(name, lanes, target)                                             \
-    template <class T> target inline void name(const Rows& rows, int64_t row, float* maxima) { \
-        read_row<lanes, T>(rows, row, maxima);                                                 \
+#define SPEC_COMPILE_READ_ROW(name, lanes, target)                              \
+    template <class T> target inline void name(const Rows& rows, int64_t row) { \
+        read_row<lanes, T>(rows, row);                                          \
     }
 SPEC_COMPILE_READ_ROW(read_row_plain, 4, )
 #if defined(__x86_64__)
@@ -187,26 +187,11 @@ SPEC_COMPILE_READ_ROW(read_row_avx512, 16, __attribute__((target("avx512f,avx2,f
 // level: the place in kernels.cpu.LEVELS that kernels may take at most.
 template <class T> ReadRow read_row_for(int64_t level) {
 #if defined(__x86_64__)
-    __builtin_cpu_init();
-    const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-    if (level >= 2 && has_avx2 && __builtin_cpu_supports("avx512f")) return read_row_avx512<T>;
-    if (level >= 1 && has_avx2) return read_row_avx2<T>;
+    level = std::min<int64_t>(level, level_of_cpu());
+    if (level >= 2) return read_row_avx512<T>;
+    if (level == 1) return read_row_avx2<T>;
 #endif
     return read_row_plain<T>;
-}
-
-// Reads all rows, on threads of the OpenMP runtime that torch has loaded.
-inline void read_rows(const Rows& rows, int64_t count, ReadRow read, int64_t threads) {
-    struct Job { const Rows& rows; int64_t count; ReadRow read; std::atomic<int64_t> next; } job{rows, count, read, {0}};
-    const auto share = [](void* given) {
-        Job& job = *static_cast<Job*>(given);
-        std::vector<float> maxima(job.rows.vocab / kStretch + 1);
-        for (int64_t row; (row = job.next++) < job.count;) job.read(job.rows, row, maxima.data());
-    };
-    using Parallel = void (*)(void (*)(void*), void*, unsigned, unsigned);
-    static const auto parallel = reinterpret_cast<Parallel>(dlsym(RTLD_DEFAULT, "GOMP_parallel"));
-    if (parallel && std::min(count, threads) > 1) parallel(share, &job, unsigned(std::min(count, threads)), 0);
-    else share(&job);
 }
 
 }  // namespace spec_compile

@@ -245,9 +245,9 @@ NB_MODULE(_cpu_trees, m) {
                                       g.at<int64_t>(9), g.at<uint8_t>(10), g.at<uint8_t>(11), g.size(12)};
         using spec_compile::read_row_for;
         const auto read = g.size(1) ? read_row_for<spec_compile::BFloat16>(g.size(6)) : read_row_for<float>(g.size(6));
-        const int64_t count = g.size(2), threads = g.size(7);
+        const int64_t count = g.size(2), threads = std::max<int64_t>(1, std::min(count, g.size(7)));
         nb::gil_scoped_release release;
-        spec_compile::read_rows(rows, count, read, threads);
+        for_parts(count, unsigned(threads), [&](int64_t row) { read(rows, row); });
     });
     // lengths, batch, size, others, nodes, cells; tokens, parents, count of the head, scores; tokens, parents, count,
     // match of n-grams, counts; tokens, parents, count, confidence, begins, and the six of the drafts

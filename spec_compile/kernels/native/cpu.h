@@ -1,6 +1,8 @@
 // What kernels on a CPU find there: its instructions, and the OpenMP runtime.
 #pragma once
 
+#include <cstdint>
+
 #include <dlfcn.h>
 
 // The last LEVEL of level.h that this CPU has.
@@ -37,4 +39,21 @@ struct OpenMP {
 inline const OpenMP& openmp() {
     static const OpenMP runtime;
     return runtime;
+}
+
+// Call body(part) for all parts, on so many threads.
+template <class Body> void for_parts(int64_t parts, unsigned threads, const Body& body) {
+    if (threads == 1 || !openmp().present()) {
+        for (int64_t part = 0; part < parts; part++) body(part);
+        return;
+    }
+    struct Job {
+        int64_t parts;
+        const Body& body;
+    } job{parts, body};
+    auto share = [](void* argument) {
+        const Job& job = *static_cast<const Job*>(argument);
+        for (int64_t part = openmp().thread(); part < job.parts; part += openmp().threads()) job.body(part);
+    };
+    openmp().parallel(share, &job, threads, 0);
 }

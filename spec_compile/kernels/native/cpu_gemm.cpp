@@ -30,23 +30,6 @@ int levels() {
 
 thread_local Scratch scratch;
 
-// Call body(part) for all parts, on so many threads.
-template <class Body> void for_parts(int64_t parts, unsigned threads, const Body& body) {
-    if (threads == 1 || !openmp().present()) {
-        for (int64_t part = 0; part < parts; part++) body(part);
-        return;
-    }
-    struct Job {
-        int64_t parts;
-        const Body& body;
-    } job{parts, body};
-    auto share = [](void* argument) {
-        const Job& job = *static_cast<const Job*>(argument);
-        for (int64_t part = openmp().thread(); part < job.parts; part += openmp().threads()) job.body(part);
-    };
-    openmp().parallel(share, &job, threads, 0);
-}
-
 constexpr int64_t kLine = 64;   // bytes of a line of the cache
 constexpr int64_t kShare = 32;  // outputs that a thread takes at a time: of a panel, and their scales share lines
 
