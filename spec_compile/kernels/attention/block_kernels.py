@@ -188,14 +188,14 @@ def prompt_kernel(
     done, span = no_softmax(BLOCK_M, BLOCK_DV), no_softmax(BLOCK_M, BLOCK_DV)
     if WINDOW is None and slopes_ptr is None:
         done, span = attend_in_order(
-            query, key_cache_ptr, value_cache_ptr, scales_ptr, table_ptr, positions_ptr, done, span, begin, common,
-            log2, least, node, position, slope, length, column, inner, outer,
+            query, key_cache_ptr, value_cache_ptr, scales_ptr, table_ptr, None, positions_ptr, done, span, begin,
+            common, log2, least, node, position, slope, length, column, inner, outer,
             DISTANCES, WINDOW, False, CHUNK, KV_HEADS, PAGE, DK, DV, PRECISION,
         )  # fmt: skip
         begin = common
     done, span = attend_in_order(
-        query, key_cache_ptr, value_cache_ptr, scales_ptr, table_ptr, positions_ptr, done, span, begin, end, log2,
-        least, node, position, slope, length, column, inner, outer,
+        query, key_cache_ptr, value_cache_ptr, scales_ptr, table_ptr, None, positions_ptr, done, span, begin, end,
+        log2, least, node, position, slope, length, column, inner, outer,
         DISTANCES, WINDOW, True, CHUNK, KV_HEADS, PAGE, DK, DV, PRECISION,
     )  # fmt: skip
     acc, peak, total = fold(done[0], done[1], done[2], span[0], span[1], span[2])

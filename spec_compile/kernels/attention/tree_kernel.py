@@ -20,8 +20,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ..primitives import as_read, page_ahead, page_of, place_of, prefetch_l2
-from .partial_softmax import attend_in_order, attend_to_chunk, fold, no_softmax, slopes_of, span_log2, store_part, turns
+from ..primitives import as_read, page_of, place_of, prefetch_l2
+from .partial_softmax import attend_in_order, attend_to_chunk, no_softmax, slopes_of, span_log2, store_part, turns
 
 
 @triton.jit
@@ -61,43 +61,6 @@ def _rows_of_tile(tile, positions_ptr, nodes, GROUP: tl.constexpr, BLOCK_M: tl.c
     node = row // GROUP
     position = tl.load(positions_ptr + node, mask=node < nodes, other=1 << 30).to(tl.int32)
     return row, node, row % GROUP, node < nodes, position
-
-
-@triton.jit
-def _attend_to_slots(
-    query, key_cache_ptr, value_cache_ptr, scales_ptr, table_ptr, page, begin, end, position, slope, column, inner,
-    outer,
-    DISTANCES: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, KV_HEADS: tl.constexpr,
-    PAGE: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """The partial softmax of the chunks of committed slots begin .. end. query [M, BLOCK_DK]; position, slope [M].
-
-    page: the page of slot `begin`, if there is a table.
-    """
-    dk, dv = tl.arange(0, query.shape[1]), column + tl.arange(0, BLOCK_DV)
-    acc, peak, total = no_softmax(query.shape[0], BLOCK_DV)
-    for start in range(begin, end, CHUNK):
-        # The keys and values of a chunk.
-        slot = start + tl.arange(0, CHUNK)
-        keys_ptr, values_ptr, place = key_cache_ptr, value_cache_ptr, slot
-        if table_ptr is not None:  # the next chunk's page is loaded a step before it is needed
-            ahead = page_ahead(page, start, KV_HEADS, PAGE)
-            keys_ptr, values_ptr, place = keys_ptr + ahead * DK, values_ptr + ahead * DV, slot + ahead
-            page = page_of(table_ptr, start + CHUNK, end, PAGE)
-        keys = tl.load(keys_ptr + slot[:, None] * DK + dk[None, :], mask=(dk < DK)[None, :], other=0.0)
-        values = tl.load(values_ptr + slot[:, None] * DV + dv[None, :], mask=(dv < DV)[None, :], other=0.0)
-        keys = as_read(keys, scales_ptr, place, None, 0, query.dtype)
-        values = as_read(values, scales_ptr, place, None, 1, query.dtype)
-
-        # Its partial softmax, added to the sum so far.
-        seen = None
-        if WINDOW is not None:
-            seen = position[:, None] - slot[None, :] < WINDOW
-        next_acc, next_peak, next_total = attend_to_chunk(
-            query, keys, values, seen, slope, slot, position, inner, outer, DISTANCES, PRECISION
-        )
-        acc, peak, total = fold(acc, peak, total, next_acc, next_peak, next_total)
-    return acc, peak, total
 
 
 @triton.jit
@@ -142,11 +105,14 @@ def _attend_to_span(
             _prefetch_slots(value_cache_ptr + column, table_ptr, begin, end, DV, BLOCK_DV, 2 * CHUNK, KV_HEADS, PAGE)
             gdc_wait()
         query = _load_queries(q_ptr + head * stride_qh + node * stride_qn, real, DK, BLOCK_DK)
-        acc, peak, total = _attend_to_slots(
-            query, key_cache_ptr, value_cache_ptr, scales_ptr, table_ptr, page, begin, end, position, slope, column,
-            inner, outer, DISTANCES, WINDOW, CHUNK, KV_HEADS, PAGE, DK, DV, BLOCK_DV, PRECISION,
+        nothing = no_softmax(BLOCK_M, BLOCK_DV)
+        _, attended = attend_in_order(
+            query, key_cache_ptr, value_cache_ptr, scales_ptr, table_ptr, page, positions_ptr, nothing, nothing, begin,
+            end, None, None, node, position, slope, length, column, inner, outer,
+            DISTANCES, WINDOW, False, CHUNK, KV_HEADS, PAGE, DK, DV, PRECISION,
         )  # fmt: skip
         of_row = real & (turns(position, turn, length, nodes, MOST) == late)
+        acc, peak, total = attended
         store_part(parts_ptr, sums_ptr, part + number, nodes * GROUP, row, of_row, column, acc, peak, total, DV)
 
 
@@ -179,9 +145,9 @@ def _attend_to_all_slots(
     # Attend to the chunks in their order, and store both sums.
     query = _load_queries(q_ptr + head * stride_qh + node * stride_qn, real, DK, BLOCK_DK)
     done, span = attend_in_order(
-        query, key_cache_ptr, value_cache_ptr, scales_ptr, table_ptr, positions_ptr, no_softmax(BLOCK_M, BLOCK_DV),
-        no_softmax(BLOCK_M, BLOCK_DV), begin, edge, log2, least, node, position, slope, length, column, inner, outer,
-        DISTANCES, WINDOW, WINDOW is not None, CHUNK, KV_HEADS, PAGE, DK, DV, PRECISION,
+        query, key_cache_ptr, value_cache_ptr, scales_ptr, table_ptr, None, positions_ptr,
+        no_softmax(BLOCK_M, BLOCK_DV), no_softmax(BLOCK_M, BLOCK_DV), begin, edge, log2, least, node, position, slope,
+        length, column, inner, outer, DISTANCES, WINDOW, WINDOW is not None, CHUNK, KV_HEADS, PAGE, DK, DV, PRECISION,
     )  # fmt: skip
     rows = nodes * GROUP
     store_part(parts_ptr, sums_ptr, part, rows, row, real, column, done[0], done[1], done[2], DV)
