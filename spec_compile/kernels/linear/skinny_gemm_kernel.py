@@ -59,7 +59,7 @@ def _weight_rows(tile, outputs, half, PAIRED: tl.constexpr, BLOCK_O: tl.constexp
 
 
 @triton.jit
-def _fetch_first_tiles(weight, o, begin, end, prefetch, BLOCK_K: tl.constexpr):
+def fetch_first_tiles(weight, o, begin, end, prefetch, BLOCK_K: tl.constexpr):
     """Fetch at most `prefetch` of a program's first tiles to the L2 cache. o [BLOCK_O]: its rows of the weights."""
     SIZE: tl.constexpr = weight.data.dtype.element_ty.primitive_bitwidth
     BITS: tl.constexpr = 4 if SIZE == 32 else SIZE
@@ -173,7 +173,7 @@ def skinny_gemm_kernel(
     # The product of those columns, acc [BLOCK_O, BLOCK_N]. Inputs of its end are loaded first if registers hold them.
     EAGER: tl.constexpr = BLOCK_N <= (64 if FORMAT is None else 16) and BLOCK_O <= 128  # see `ProductTile.registers`
     if PDL:
-        _fetch_first_tiles(weight, o, begin, end, prefetch, BLOCK_K)
+        fetch_first_tiles(weight, o, begin, end, prefetch, BLOCK_K)
         wait_for_kernel_before()
     if RANKS > 1:
         peers, state_ptr, words = sent
