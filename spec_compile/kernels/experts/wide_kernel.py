@@ -135,8 +135,7 @@ def sort_pairs(ids: Tensor, first: int, experts: int, size: int, early: bool) ->
     tiles = order.new_empty(ids.numel() // size + experts, 3)
     sort_kernel[(experts,)](
         ids.contiguous(), order, tiles, ids.numel(), FIRST=first, SIZE=size,
-        CHUNK=FEW_PAIRS if ids.numel() <= FEW_PAIRS else MANY_PAIRS, EARLY=early, num_warps=8,
-        **({"launch_pdl": True} if early else {}),
+        CHUNK=FEW_PAIRS if ids.numel() <= FEW_PAIRS else MANY_PAIRS, EARLY=early, launch_pdl=early, num_warps=8,
     )  # fmt: skip
     return order, tiles
 

@@ -454,7 +454,6 @@ def rounded_blocks(x: Tensor, size: int, early: bool) -> tuple[Tensor, Tensor]:
     codes = x.new_empty(rows, inputs, dtype=FP8 if has_fp8(x.device) else x.dtype)
     units = x.new_empty(blocks, -(-rows // UNIT_ROWS.value) * UNIT_ROWS.value, dtype=torch.float32)
     round_blocks_kernel[(rows, -(-blocks // of_program))](
-        x, codes, units, inputs, x.stride(0), SIZE=size, BLOCKS=of_program, EARLY=early,
-        **({"launch_pdl": True} if early else {}),
-    )  # fmt: skip
+        x, codes, units, inputs, x.stride(0), SIZE=size, BLOCKS=of_program, EARLY=early, launch_pdl=early
+    )
     return codes, units

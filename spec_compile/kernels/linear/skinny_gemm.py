@@ -153,8 +153,7 @@ def launch(product: Product, out: Tensor | None, parts: int, tile: ProductTile, 
         BLOCK_O=tile.block_o, TURNS=tile.turns, EVEN=inputs % tile.block_k == 0, UNROLL=tile.unroll, PDL=early,
         FORMAT=form, GROUP=group,
         TABLE=look_up(layout.table) if layout and layout.table is not None else None, PTX=x.is_cuda,
-        maxnreg=None if units is None else tile.registers, **_arguments(product, out, parts, tile),
-        **({"launch_pdl": True} if early else {}),
+        maxnreg=None if units is None else tile.registers, launch_pdl=early, **_arguments(product, out, parts, tile),
     )  # fmt: skip
 
 
@@ -183,7 +182,7 @@ def _rounded_rows(x: Tensor, dtype: torch.dtype, early: bool, static: Tensor | N
     largest = LARGEST[torch.int8 if dtype == torch.int8 else FP8]
     round_rows_kernel[(rows,)](
         x, codes, units, static, inputs, x.stride(0), largest,
-        BLOCK=block, EARLY=early, num_warps=min(max(block // 512, 1), 16), **({"launch_pdl": True} if early else {}),
+        BLOCK=block, EARLY=early, launch_pdl=early, num_warps=min(max(block // 512, 1), 16),
     )  # fmt: skip
     return codes, units
 
