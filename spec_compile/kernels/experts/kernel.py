@@ -22,7 +22,7 @@ import triton.language as tl
 
 from ..linear.product import Matrix
 from ..linear.quantised_kernel import multiply_fp8_blocks
-from ..linear.skinny_gemm_kernel import fetch_first_tiles, load_stream, store_stream
+from ..linear.skinny_gemm_kernel import fetch_first_tiles, load_stream, store, store_stream
 from ..primitives import addresses, let_next_kernel_begin, load_rows, wait_for_kernel_before
 from .mxfp4_kernel import multiply_mxfp4
 
@@ -126,14 +126,6 @@ def with_bias(acc, bias_ptr, o, outputs):
 
 
 @triton.jit
-def store_pairs(value, pairs_ptr, pair, valid, column, height):
-    """Store value [HEIGHT, BLOCK_N] to the columns column [HEIGHT] of the pairs pair [BLOCK_N] that are valid."""
-    mask = (column < height)[:, None] & valid[None, :]
-    at = pairs_ptr + pair[None, :].to(tl.int64) * height + column[:, None]
-    tl.store(at, value.to(pairs_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit
 def finish(acc, bias_ptr, pairs_ptr, pair, valid, o, column, outputs, height, alpha, limit, GATE: tl.constexpr):
     """Add the expert's bias to sums [BLOCK_O, BLOCK_N], apply the gate, and store them to pairs_ptr [pairs, height].
 
@@ -143,7 +135,7 @@ def finish(acc, bias_ptr, pairs_ptr, pair, valid, o, column, outputs, height, al
     if GATE > 0:
         gate, up = acc.reshape(acc.shape[0] // 2, 2, acc.shape[1]).permute(0, 2, 1).split()
         acc = gated(gate, up, alpha, limit, GATE)
-    store_pairs(acc, pairs_ptr, pair, valid, column, height)
+    store(acc, pairs_ptr, column, pair, valid, height)
 
 
 @triton.jit
@@ -293,7 +285,6 @@ def experts_kernel(
 #
 #     ids = [[5, 2], [2, 7]]: pairs 0 .. 3 of experts 5, 2, 2, 7
 #     8 experts: slot 0 serves expert 5 (pair 0), slot 1 expert 2 (pairs 1 and 2), slot 2 none, slot 3 expert 7 (pair 3)
-#
 
 
 FEW, MANY = 32, 128
