@@ -283,9 +283,8 @@ def launch(
         part, slots, peers, state, late, residual, norm, out, scaled, squares,
         rank, rows, size, 0 if residual is None else residual.stride(0), offset, words,
         RANKS=ranks, SHOTS=shots, BLOCK=block, SQUARED=squared, SEND=send and ranks > 1 and part is not None,
-        REDUCE=reduce and shots == 2, RECEIVE=receive, PDL=early, ON_GPU=out.is_cuda,
+        REDUCE=reduce and shots == 2, RECEIVE=receive, PDL=early, ON_GPU=out.is_cuda, launch_pdl=early,
         num_warps=min(max(block // 128, 1), 16),
-        **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
 
 

@@ -72,8 +72,8 @@ def launch_norm(x, residual, weight, eps, offset) -> tuple[Tensor | None, Tensor
     kernel[(out.numel() // size,)](
         x, residual, weight.contiguous(), total, out, *x.stride()[:2], x.shape[1],
         0 if residual is None else residual.stride(0), size, eps, 0.0 if offset is None else offset,
-        ROUND_FIRST=offset is None, BLOCK=block, EARLY=early, num_warps=min(max(block // 512, 1), 16),
-        **({"launch_pdl": True} if early else {}),
+        ROUND_FIRST=offset is None, BLOCK=block, EARLY=early, launch_pdl=early,
+        num_warps=min(max(block // 512, 1), 16),
     )  # fmt: skip
     return total, out
 
@@ -170,8 +170,8 @@ def launch_gated_norm(x, gate, weight, eps, size, activation, gate_first, round_
         gated_rms_norm_kernel[(out.numel() // size,)](
             x, gate, weight.contiguous(), out, *x.stride()[:2], x.shape[1], *gate.stride()[:2], gate.shape[1],
             size, len(weight) // size, eps, SIGMOID=activation == "sigmoid", GATE_FIRST=gate_first,
-            ROUND_FIRST=round_first, BLOCK=block, EARLY=early, num_warps=min(max(block // 512, 1), 16),
-            **({"launch_pdl": True} if early else {}),
+            ROUND_FIRST=round_first, BLOCK=block, EARLY=early, launch_pdl=early,
+            num_warps=min(max(block // 512, 1), 16),
         )  # fmt: skip
     return out
 

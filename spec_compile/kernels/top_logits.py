@@ -125,8 +125,8 @@ def launch(
         zero_counters(logits.device, rows),
         *logits.stride(), vocab, parts, stretches, 1 / temperature, math.log2(math.e) / temperature,
         K=k, BLOCK=block, STRETCH=stretch, BLOCK_PARTS=triton.next_power_of_2(parts),
-        BLOCK_BEST=triton.next_power_of_2(stretches), BLOCK_K=triton.next_power_of_2(k), EARLY=early, num_warps=warps,
-        **({"launch_pdl": True} if early else {}),
+        BLOCK_BEST=triton.next_power_of_2(stretches), BLOCK_K=triton.next_power_of_2(k), EARLY=early,
+        launch_pdl=early, num_warps=warps,
     )  # fmt: skip
     return logprobs, ids
 

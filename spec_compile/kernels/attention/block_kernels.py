@@ -179,25 +179,19 @@ def prompt_kernel(
         lowest = tl.minimum(tl.min(position, 0) - WINDOW + 1, length)
         lowest = tl.where(lowest < length, lowest, length + first_node - WINDOW + 1)
         begin = tl.maximum(lowest, 0) // CHUNK * CHUNK
-        common = begin
 
     # Attend to the slots that all rows see, then to the others.
     dk = tl.arange(0, BLOCK_DK)[None, :]
     row_ptr = q_ptr + batch * stride_qb + head[:, None] * stride_qh + node[:, None] * stride_qn
     query = tl.load(row_ptr + dk, mask=real[:, None] & (dk < DK), other=0.0)
     done, span = no_softmax(BLOCK_M, BLOCK_DV), no_softmax(BLOCK_M, BLOCK_DV)
-    if WINDOW is None and slopes_ptr is None:
+    for masked in tl.static_range(0 if WINDOW is None and slopes_ptr is None else 1, 2):
         done, span = attend_in_order(
-            query, key_cache_ptr, value_cache_ptr, scales_ptr, table_ptr, positions_ptr, done, span, begin, common,
-            log2, least, node, position, slope, length, column, inner, outer,
-            DISTANCES, WINDOW, False, CHUNK, KV_HEADS, PAGE, DK, DV, PRECISION,
+            query, key_cache_ptr, value_cache_ptr, scales_ptr, table_ptr, None, positions_ptr, done, span, begin,
+            end if masked else common, log2, least, node, position, slope, length, column, inner, outer,
+            DISTANCES, WINDOW, masked == 1, CHUNK, KV_HEADS, PAGE, DK, DV, PRECISION,
         )  # fmt: skip
         begin = common
-    done, span = attend_in_order(
-        query, key_cache_ptr, value_cache_ptr, scales_ptr, table_ptr, positions_ptr, done, span, begin, end, log2,
-        least, node, position, slope, length, column, inner, outer,
-        DISTANCES, WINDOW, True, CHUNK, KV_HEADS, PAGE, DK, DV, PRECISION,
-    )  # fmt: skip
     acc, peak, total = fold(done[0], done[1], done[2], span[0], span[1], span[2])
 
     # A sink is a key without a value.

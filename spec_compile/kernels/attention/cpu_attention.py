@@ -90,15 +90,14 @@ def check(call: AttentionCall) -> int:
             f"q: expected a multiple of the cache's heads, and at least one number a head, got {heads} query heads for "
             f"{kv_heads} heads of {key_dim} and {value_dim} numbers"
         )
-    block, keys = (batch, nodes), (batch, kv_heads, nodes, key_dim)
-    if k.shape != keys or v.shape != (*keys[:3], value_dim) or not k.dtype is v.dtype is dtype:
-        expect("k", k, keys, dtype)
-        expect("v", v, (*keys[:3], value_dim), dtype)
-    if caches != (pages, kv_heads, slots, key_dim) or not key_cache.dtype is value_cache.dtype is dtype:
-        expect("key_cache", key_cache, (pages, kv_heads, slots, key_dim), dtype)
-        expect("value_cache", value_cache, (pages, kv_heads, slots, value_dim), dtype)
-    if value_sizes != (pages, kv_heads, slots, value_dim):
-        expect("value_cache", value_cache, (pages, kv_heads, slots, value_dim), dtype)
+    block, keys, shared = (batch, nodes), (batch, kv_heads, nodes), (pages, kv_heads, slots)
+    if k.shape != (*keys, key_dim) or v.shape != (*keys, value_dim) or not k.dtype is v.dtype is dtype:
+        expect("k", k, (*keys, key_dim), dtype)
+        expect("v", v, (*keys, value_dim), dtype)
+    is_other = caches != (*shared, key_dim) or value_sizes != (*shared, value_dim)
+    if is_other or not key_cache.dtype is value_cache.dtype is dtype:
+        expect("key_cache", key_cache, (*shared, key_dim), dtype)
+        expect("value_cache", value_cache, (*shared, value_dim), dtype)
     if positions.shape != block or lengths.shape != block[:1] or not lengths.dtype is positions.dtype is torch.int64:
         expect("lengths", lengths, block[:1], torch.int64)
         expect("positions", positions, block, torch.int64)

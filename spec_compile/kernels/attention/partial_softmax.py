@@ -328,17 +328,18 @@ def _end_spans(done, ends, span):
 
 @triton.jit
 def attend_in_order(
-    query, key_cache_ptr, value_cache_ptr, scales_ptr, table_ptr, positions_ptr, done, span, begin, end, log2, least,
-    node, position, slope, length, column, inner, outer,
+    query, key_cache_ptr, value_cache_ptr, scales_ptr, table_ptr, page, positions_ptr, done, span, begin, end, log2,
+    least, node, position, slope, length, column, inner, outer,
     DISTANCES: tl.constexpr, WINDOW: tl.constexpr, MASKED: tl.constexpr, CHUNK: tl.constexpr,
     KV_HEADS: tl.constexpr, PAGE: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add the chunks of the slots begin .. end to the present spans, and these to `done` where they end.
 
-    log2 [M]: of the positions in a row's spans; least: the smallest of them. MASKED: False if every row sees every key.
+    page: the page of slot `begin`, or None. log2 [M]: of the positions in a row's spans; least: the smallest of them;
+    both None: no span ends. MASKED: False if all slots are stored and only a window hides them from rows.
     """
     dk, dv = tl.arange(0, query.shape[1]), column + tl.arange(0, done[0].shape[1])
-    if table_ptr is not None:
+    if table_ptr is not None and page is None:
         page = page_of(table_ptr, begin, end, PAGE)
     for start in range(begin, end, CHUNK):
         # The keys and values of the chunk, and who sees them.
@@ -355,8 +356,9 @@ def attend_in_order(
             if WINDOW is not None or slope is not None:
                 new = tl.load(positions_ptr + slot - length, mask=inside & (slot >= length), other=0)
                 key_position = tl.where(slot < length, slot, new.to(tl.int32))
-            if WINDOW is not None:
-                seen = seen & (position[:, None] - key_position[None, :] < WINDOW)
+        if WINDOW is not None:
+            in_window = position[:, None] - key_position[None, :] < WINDOW
+            seen = seen & in_window if MASKED else in_window
         keys_ptr, values_ptr, place = key_cache_ptr, value_cache_ptr, slot
         if table_ptr is not None:  # the next chunk's page is loaded a step before it is needed
             ahead = page_ahead(page, start, KV_HEADS, PAGE)
@@ -372,7 +374,8 @@ def attend_in_order(
             query, keys, values, seen, slope, key_position, position, inner, outer, DISTANCES, PRECISION
         )
         span = fold(span[0], span[1], span[2], acc, peak, total)
-        if (start + CHUNK) & ((1 << least) - 1) == 0:
-            ends = ((start + CHUNK) & ((1 << log2) - 1)) == 0
-            done, span = _end_spans(done, ends, span)
+        if log2 is not None:
+            if (start + CHUNK) & ((1 << least) - 1) == 0:
+                ends = ((start + CHUNK) & ((1 << log2) - 1)) == 0
+                done, span = _end_spans(done, ends, span)
     return done, span

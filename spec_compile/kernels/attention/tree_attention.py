@@ -224,8 +224,7 @@ def _append(call: AttentionCall, block: int, warps: int, early: bool) -> Tensor:
         q, k, v, rotated, key_cache, value_cache, call.scales, call.table, lengths, call.cos, call.sin, call.q_norm,
         call.k_norm, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], nodes, call.slots, call.eps, call.offset or 0.0,
         BLOCK=block, HEADS=heads, ALIGNED=half & -half, ROUND_FIRST=call.offset is None, EARLY=early,
-        **_constants(call, triton.next_power_of_2(v.shape[3])), num_warps=warps,
-        **({"launch_pdl": True} if early else {}),
+        **_constants(call, triton.next_power_of_2(v.shape[3])), num_warps=warps, launch_pdl=early,
     )  # fmt: skip
     return rotated
 
@@ -275,8 +274,7 @@ def _launch_tree(call: AttentionCall, config: Tuning, out: Tensor | None = None)
     sums = q.new_empty(batch * kv_heads, tail_parts + spans, 2, nodes * group, dtype=torch.float32)
     out = call.empty_output() if out is None else out
     early = launches_early(q.device) and tiles is call.tiles  # a table made here may not be read early
-    shared = {**order, "GROUP": group, "PARTS": tail_parts, "EARLY": early, "WHOLE": whole}
-    shared |= {"launch_pdl": True} if early else {}
+    shared = {**order, "GROUP": group, "PARTS": tail_parts, "EARLY": early, "WHOLE": whole, "launch_pdl": early}
 
     # The three launches.
     programs = (1 if whole else spans) * triton.cdiv(nodes * group, block_m) + tails

@@ -20,8 +20,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ..primitives import as_read, page_ahead, page_of, place_of, prefetch_l2
-from .partial_softmax import attend_in_order, attend_to_chunk, fold, no_softmax, slopes_of, span_log2, store_part, turns
+from ..primitives import as_read, page_of, place_of, prefetch_l2
+from .partial_softmax import attend_in_order, attend_to_chunk, no_softmax, slopes_of, span_log2, store_part, turns
 
 
 @triton.jit
@@ -65,54 +65,21 @@ def _rows_of_tile(tile, positions_ptr, nodes, GROUP: tl.constexpr, BLOCK_M: tl.c
 
 @triton.jit
 def _attend_to_slots(
-    query, key_cache_ptr, value_cache_ptr, scales_ptr, table_ptr, page, begin, end, position, slope, column, inner,
-    outer,
-    DISTANCES: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, KV_HEADS: tl.constexpr,
-    PAGE: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """The partial softmax of the chunks of committed slots begin .. end. query [M, BLOCK_DK]; position, slope [M].
-
-    page: the page of slot `begin`, if there is a table.
-    """
-    dk, dv = tl.arange(0, query.shape[1]), column + tl.arange(0, BLOCK_DV)
-    acc, peak, total = no_softmax(query.shape[0], BLOCK_DV)
-    for start in range(begin, end, CHUNK):
-        # The keys and values of a chunk.
-        slot = start + tl.arange(0, CHUNK)
-        keys_ptr, values_ptr, place = key_cache_ptr, value_cache_ptr, slot
-        if table_ptr is not None:  # the next chunk's page is loaded a step before it is needed
-            ahead = page_ahead(page, start, KV_HEADS, PAGE)
-            keys_ptr, values_ptr, place = keys_ptr + ahead * DK, values_ptr + ahead * DV, slot + ahead
-            page = page_of(table_ptr, start + CHUNK, end, PAGE)
-        keys = tl.load(keys_ptr + slot[:, None] * DK + dk[None, :], mask=(dk < DK)[None, :], other=0.0)
-        values = tl.load(values_ptr + slot[:, None] * DV + dv[None, :], mask=(dv < DV)[None, :], other=0.0)
-        keys = as_read(keys, scales_ptr, place, None, 0, query.dtype)
-        values = as_read(values, scales_ptr, place, None, 1, query.dtype)
-
-        # Its partial softmax, added to the sum so far.
-        seen = None
-        if WINDOW is not None:
-            seen = position[:, None] - slot[None, :] < WINDOW
-        next_acc, next_peak, next_total = attend_to_chunk(
-            query, keys, values, seen, slope, slot, position, inner, outer, DISTANCES, PRECISION
-        )
-        acc, peak, total = fold(acc, peak, total, next_acc, next_peak, next_total)
-    return acc, peak, total
-
-
-@triton.jit
-def _attend_to_span(
     q_ptr, key_cache_ptr, value_cache_ptr, scales_ptr, table_ptr, positions_ptr, slopes_ptr, parts_ptr, sums_ptr,
     stride_qh, stride_qn, nodes, length, edge, part, number, tile, column, inner, outer, stride_s,
     DISTANCES: tl.constexpr, WINDOW: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, CHUNK: tl.constexpr,
     FIRST: tl.constexpr, MOST: tl.constexpr, KV_HEADS: tl.constexpr, PAGE: tl.constexpr, DK: tl.constexpr,
     BLOCK_DK: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):  # fmt: skip
     """A tile of rows attends to a span: `number` counted from the last span back, first all smaller spans and then the
     larger ones. It is stored as a part.
 
     FIRST = 7, MOST = 8, edge = 960: number 0 is span 7 of 128 positions, number 7 is span 0. If the tree reaches turn =
     1024, number 8 is span 3 of 256 positions.
+
+    WHOLE: to all slots below `edge`. The spans that end there or before are stored as part 0, and the span that
+    contains `edge` as part `number`, which is 1.
 
     part: the number of the last span's part. Pointers point to this row of the batch and KV head.
     """
@@ -122,18 +89,22 @@ def _attend_to_span(
     if slopes_ptr is not None:
         slope = slopes_of(slopes_ptr, head, node, real, stride_s, DISTANCES)
 
-    # The slots begin .. end of the span, and `late`: True if it is one of the larger ones.
-    log2, turn = span_log2(length, FIRST, MOST)
-    smaller = tl.cdiv(edge, 1 << log2)
-    late = (number >= smaller) & (length + nodes > turn) & (MOST > 0)
-    log2 += late.to(tl.int32)
-    span = ((edge - 1) >> log2) - number + tl.where(late, smaller, 0)
-    begin, end = tl.maximum(span, 0) << log2, tl.minimum((span + 1) << log2, edge)
+    # The slots begin .. end, and the sizes of all spans; or `late`: True if the span is one of the larger ones.
+    least, turn = span_log2(length, FIRST, MOST)
+    begin, end, log2 = tl.zeros_like(length), edge, None
+    if WHOLE:
+        log2 = least + turns(position, turn, length, nodes, MOST).to(tl.int32)
+    else:
+        smaller = tl.cdiv(edge, 1 << least)
+        late = (number >= smaller) & (length + nodes > turn) & (MOST > 0)
+        size = least + late.to(tl.int32)
+        place = ((edge - 1) >> size) - number + tl.where(late, smaller, 0)
+        begin, end = tl.maximum(place, 0) << size, tl.minimum((place + 1) << size, edge)
     if WINDOW is not None:
         begin = tl.maximum(begin, tl.maximum(tl.min(position, 0) - WINDOW + 1, 0) // CHUNK * CHUNK)
 
     # Attend, unless a window hides the span or no span has this number.
-    if begin < end:
+    if (begin < end) | WHOLE:
         page = None
         if table_ptr is not None:
             page = page_of(table_ptr, begin, end, PAGE)
@@ -142,50 +113,18 @@ def _attend_to_span(
             _prefetch_slots(value_cache_ptr + column, table_ptr, begin, end, DV, BLOCK_DV, 2 * CHUNK, KV_HEADS, PAGE)
             gdc_wait()
         query = _load_queries(q_ptr + head * stride_qh + node * stride_qn, real, DK, BLOCK_DK)
-        acc, peak, total = _attend_to_slots(
-            query, key_cache_ptr, value_cache_ptr, scales_ptr, table_ptr, page, begin, end, position, slope, column,
-            inner, outer, DISTANCES, WINDOW, CHUNK, KV_HEADS, PAGE, DK, DV, BLOCK_DV, PRECISION,
+        nothing = no_softmax(BLOCK_M, BLOCK_DV)
+        done, span = attend_in_order(
+            query, key_cache_ptr, value_cache_ptr, scales_ptr, table_ptr, page, positions_ptr, nothing, nothing, begin,
+            end, log2, least, node, position, slope, length, column, inner, outer,
+            DISTANCES, WINDOW, WHOLE and WINDOW is not None, CHUNK, KV_HEADS, PAGE, DK, DV, PRECISION,
         )  # fmt: skip
-        of_row = real & (turns(position, turn, length, nodes, MOST) == late)
-        store_part(parts_ptr, sums_ptr, part + number, nodes * GROUP, row, of_row, column, acc, peak, total, DV)
-
-
-@triton.jit
-def _attend_to_all_slots(
-    q_ptr, key_cache_ptr, value_cache_ptr, scales_ptr, table_ptr, positions_ptr, slopes_ptr, parts_ptr, sums_ptr,
-    stride_qh, stride_qn, nodes, length, edge, part, tile, column, inner, outer, stride_s,
-    DISTANCES: tl.constexpr, WINDOW: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, CHUNK: tl.constexpr,
-    FIRST: tl.constexpr, MOST: tl.constexpr, KV_HEADS: tl.constexpr, PAGE: tl.constexpr, DK: tl.constexpr,
-    BLOCK_DK: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    """A tile of rows attends to all slots below `edge`. The spans that end there or before are stored as one part, and
-    the span that contains `edge` as the next. For the other arguments see `_attend_to_span`."""
-    row, node, head, real, position = _rows_of_tile(tile, positions_ptr, nodes, GROUP, BLOCK_M)
-    slope = slopes_ptr
-    if slopes_ptr is not None:
-        slope = slopes_of(slopes_ptr, head, node, real, stride_s, DISTANCES)
-
-    # The sizes of the rows' spans, and the first slot that any row sees.
-    least, turn = span_log2(length, FIRST, MOST)
-    log2 = least + turns(position, turn, length, nodes, MOST).to(tl.int32)
-    begin = tl.zeros_like(length)
-    if WINDOW is not None:
-        begin = tl.maximum(tl.min(position, 0) - WINDOW + 1, 0) // CHUNK * CHUNK
-    if EARLY:
-        _prefetch_slots(key_cache_ptr, table_ptr, begin, edge, DK, BLOCK_DK, 2 * CHUNK, KV_HEADS, PAGE)
-        _prefetch_slots(value_cache_ptr + column, table_ptr, begin, edge, DV, BLOCK_DV, 2 * CHUNK, KV_HEADS, PAGE)
-        gdc_wait()
-
-    # Attend to the chunks in their order, and store both sums.
-    query = _load_queries(q_ptr + head * stride_qh + node * stride_qn, real, DK, BLOCK_DK)
-    done, span = attend_in_order(
-        query, key_cache_ptr, value_cache_ptr, scales_ptr, table_ptr, positions_ptr, no_softmax(BLOCK_M, BLOCK_DV),
-        no_softmax(BLOCK_M, BLOCK_DV), begin, edge, log2, least, node, position, slope, length, column, inner, outer,
-        DISTANCES, WINDOW, WINDOW is not None, CHUNK, KV_HEADS, PAGE, DK, DV, PRECISION,
-    )  # fmt: skip
-    rows = nodes * GROUP
-    store_part(parts_ptr, sums_ptr, part, rows, row, real, column, done[0], done[1], done[2], DV)
-    store_part(parts_ptr, sums_ptr, part + 1, rows, row, real, column, span[0], span[1], span[2], DV)
+        rows, of_row = nodes * GROUP, real
+        if WHOLE:
+            store_part(parts_ptr, sums_ptr, part, rows, row, real, column, done[0], done[1], done[2], DV)
+        else:
+            of_row = real & (turns(position, turn, length, nodes, MOST) == late)
+        store_part(parts_ptr, sums_ptr, part + number, rows, row, of_row, column, span[0], span[1], span[2], DV)
 
 
 @triton.jit
@@ -337,7 +276,7 @@ def tree_kernel(
     """Partial softmaxes of tail tiles into the first PARTS parts, and of spans into the others, the last span first.
 
     Grid (B * Hkv, tail tiles + spans * tiles of rows, blocks of Dv). WHOLE: a program takes all spans of its rows, the
-    grid has tiles of rows + tail tiles, and `spans` is 2, see `_attend_to_all_slots`. Programs that take longest begin
+    grid has tiles of rows + tail tiles, and `spans` is 2, see `_attend_to_slots`. Programs that take longest begin
     first; those without work come last.
     """
     TILE_PARTS: tl.constexpr = (PER_TILE * GROUP + BLOCK_M - 1) // BLOCK_M
@@ -380,18 +319,13 @@ def tree_kernel(
             stride_s, DISTANCES, WINDOW, GROUP, BLOCK_M, CHUNK, PARTS, PER_TILE, COLUMNS, KV_HEADS, PAGE, DK,
             BLOCK_DK, DV, BLOCK_DV, PRECISION, EARLY,
         )  # fmt: skip
-    elif not WHOLE:
-        program -= tails
-        _attend_to_span(
+    elif (tail < 0) | (not WHOLE):
+        number, tile = 1, program
+        if not WHOLE:
+            number, tile = (program - tails) // row_tiles, (program - tails) % row_tiles
+        _attend_to_slots(
             q_ptr, key_cache_ptr, value_cache_ptr, scales_ptr, table_ptr, positions_ptr, slopes_ptr, parts_ptr,
-            sums_ptr, stride_qh, stride_qn, nodes, length, edge, part + PARTS, program // row_tiles,
-            program % row_tiles, column, inner, outer, stride_s, DISTANCES, WINDOW, GROUP, BLOCK_M, CHUNK,
-            FIRST, MOST, KV_HEADS, PAGE, DK, BLOCK_DK, DV, BLOCK_DV, PRECISION, EARLY,
-        )  # fmt: skip
-    elif tail < 0:
-        _attend_to_all_slots(
-            q_ptr, key_cache_ptr, value_cache_ptr, scales_ptr, table_ptr, positions_ptr, slopes_ptr, parts_ptr,
-            sums_ptr, stride_qh, stride_qn, nodes, length, edge, part + PARTS, program, column, inner, outer,
-            stride_s, DISTANCES, WINDOW, GROUP, BLOCK_M, CHUNK, FIRST, MOST, KV_HEADS, PAGE, DK, BLOCK_DK, DV,
-            BLOCK_DV, PRECISION, EARLY,
+            sums_ptr, stride_qh, stride_qn, nodes, length, edge, part + PARTS, number, tile, column, inner, outer,
+            stride_s, DISTANCES, WINDOW, GROUP, BLOCK_M, CHUNK, FIRST, MOST, KV_HEADS, PAGE, DK, BLOCK_DK, DV, BLOCK_DV,
+            PRECISION, EARLY, WHOLE,
         )  # fmt: skip

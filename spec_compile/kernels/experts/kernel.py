@@ -22,8 +22,8 @@ import triton.language as tl
 
 from ..linear.product import Matrix
 from ..linear.quantised_kernel import multiply_fp8_blocks
-from ..linear.skinny_gemm_kernel import load_stream, store_stream
-from ..primitives import addresses, let_next_kernel_begin, load_rows, prefetch_l2, wait_for_kernel_before
+from ..linear.skinny_gemm_kernel import fetch_first_tiles, load_stream, store, store_stream
+from ..primitives import addresses, let_next_kernel_begin, load_rows, wait_for_kernel_before
 from .mxfp4_kernel import multiply_mxfp4
 
 
@@ -126,14 +126,6 @@ def with_bias(acc, bias_ptr, o, outputs):
 
 
 @triton.jit
-def store_pairs(value, pairs_ptr, pair, valid, column, height):
-    """Store value [HEIGHT, BLOCK_N] to the columns column [HEIGHT] of the pairs pair [BLOCK_N] that are valid."""
-    mask = (column < height)[:, None] & valid[None, :]
-    at = pairs_ptr + pair[None, :].to(tl.int64) * height + column[:, None]
-    tl.store(at, value.to(pairs_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit
 def finish(acc, bias_ptr, pairs_ptr, pair, valid, o, column, outputs, height, alpha, limit, GATE: tl.constexpr):
     """Add the expert's bias to sums [BLOCK_O, BLOCK_N], apply the gate, and store them to pairs_ptr [pairs, height].
 
@@ -143,7 +135,7 @@ def finish(acc, bias_ptr, pairs_ptr, pair, valid, o, column, outputs, height, al
     if GATE > 0:
         gate, up = acc.reshape(acc.shape[0] // 2, 2, acc.shape[1]).permute(0, 2, 1).split()
         acc = gated(gate, up, alpha, limit, GATE)
-    store_pairs(acc, pairs_ptr, pair, valid, column, height)
+    store(acc, pairs_ptr, column, pair, valid, height)
 
 
 @triton.jit
@@ -204,23 +196,14 @@ def combine(
         tl.store(at, total.to(end.out.dtype.element_ty), mask=mask)
 
 
-@triton.jit
-def _fetch_first_tiles(weight_ptr, o, stride_w, prefetch, BLOCK_K: tl.constexpr):
-    """Fetch the first `prefetch` tiles of a program's weights to the L2 cache."""
-    line = tl.arange(0, BLOCK_K // 64 if BLOCK_K > 64 else 1) * 64  # 128 bytes of 16-bit weights, 64 of FP8
-    for step in range(0, prefetch):
-        at = weight_ptr + o.to(tl.int64)[:, None] * stride_w + step * BLOCK_K + line[None, :]
-        prefetch_l2(at.to(tl.int64))
-
-
-@triton.jit(do_not_specialize=["pairs", "prefetch"])
+@triton.jit(do_not_specialize=["pairs"])
 def experts_kernel(
     x,  # a `Matrix` [T, inputs], second product [T * k, inputs]; its scales if it is in FP8, or None
     ids_ptr,  # [T, k] int64
     weight, bias_ptr,  # a `Matrix` [E, outputs, inputs] or TRANSPOSED, see `ExpertFormat`; [E, outputs] or None
     parts_ptr,  # float32 [PARTS, pairs, outputs] if programs share columns, or None
     pairs_ptr, end,  # [pairs, height]; second product as of `combine`, first None
-    arrived_ptr, pairs, outputs, inputs, stride_e, scale_stride, prefetch, alpha, limit,
+    arrived_ptr, pairs, outputs, inputs, stride_e, scale_stride, alpha, limit,
     TOP: tl.constexpr, BY_PAIR: tl.constexpr, ONE_TOKEN: tl.constexpr, GATE: tl.constexpr, INTERLEAVED: tl.constexpr,
     TRANSPOSED: tl.constexpr, SCALED: tl.constexpr, MXFP4: tl.constexpr, PTX: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, PARTS: tl.constexpr,
@@ -249,10 +232,7 @@ def experts_kernel(
         scales += expert.to(tl.int64) * scale_stride
     weight = Matrix(weight.data + expert.to(tl.int64) * stride_e, scales, weight.stride)
     if EARLY and DOWN and not TRANSPOSED:
-        _fetch_first_tiles(
-            weight.data + first_column // (8 if MXFP4 else 1), tl.minimum(o, outputs - 1), weight.stride,
-            tl.where(count > 0, prefetch, 0), BLOCK_K // 8 if MXFP4 else BLOCK_K,
-        )  # fmt: skip
+        fetch_first_tiles(weight, tl.minimum(o, outputs - 1), first_column, inputs, tl.minimum(count, 1), BLOCK_K)
     expert_bias_ptr = bias_ptr
     if bias_ptr is not None:
         expert_bias_ptr += expert.to(tl.int64) * outputs
@@ -305,7 +285,6 @@ def experts_kernel(
 #
 #     ids = [[5, 2], [2, 7]]: pairs 0 .. 3 of experts 5, 2, 2, 7
 #     8 experts: slot 0 serves expert 5 (pair 0), slot 1 expert 2 (pairs 1 and 2), slot 2 none, slot 3 expert 7 (pair 3)
-#
 
 
 FEW, MANY = 32, 128

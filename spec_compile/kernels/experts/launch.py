@@ -80,8 +80,7 @@ def _launch_sorted(
         height = pairs.shape[1]
         combine_kernel[(-(-height // COLUMNS), -(-tokens // TOKENS))](
             pairs, ids, end, tokens, height, TOP=top, BLOCK_R=TOKENS, HEIGHT=COLUMNS, FIRST=layout.first,
-            HELD=experts if layout.of else 0, SQUARED=squared_columns(height), EARLY=early,
-            **({"launch_pdl": True} if early else {}),
+            HELD=experts if layout.of else 0, SQUARED=squared_columns(height), EARLY=early, launch_pdl=early,
         )  # fmt: skip
 
 
@@ -170,7 +169,7 @@ def _launch(
         GATE=GATES.index(layout.gate), INTERLEAVED=layout.interleaved, TRANSPOSED=layout.transposed,
         SCALED=layout.block, MXFP4=layout.mxfp4 > 0, PTX=x.is_cuda, BLOCK_N=tile.block_n, BLOCK_O=tile.block_o,
         BLOCK_K=tile.block_k, EVEN=inputs % tile.block_k == 0, PARTS=tile.parts, EARLY=early,
-        num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers, **({"launch_pdl": True} if early else {}),
+        num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers, launch_pdl=early,
     )  # fmt: skip
     if tile.sorted:
         return _launch_sorted(ids, weight, layout, end, tile, arguments)
@@ -183,7 +182,6 @@ def _launch(
         arrived = zero_counters(x.device, tiles * (slots if end is None else 1))
     experts_kernel[(tiles * (tile.parts if tile.shared else 1), slots)](
         ids_ptr=ids.contiguous(), parts_ptr=sums, end=end, arrived_ptr=arrived, pairs=ids.numel(),
-        prefetch=tile.prefetch, TOP=top, BY_PAIR=by_pair, ONE_TOKEN=tokens == 1, FIRST=layout.first,
-        HELD=experts if layout.of else 0, SQUARED=0 if end is None else squared_columns(outputs),
-        CHUNK=FEW if ids.numel() <= FEW else MANY, **arguments,
+        TOP=top, BY_PAIR=by_pair, ONE_TOKEN=tokens == 1, FIRST=layout.first, HELD=experts if layout.of else 0,
+        SQUARED=0 if end is None else squared_columns(outputs), CHUNK=FEW if ids.numel() <= FEW else MANY, **arguments,
     )  # fmt: skip

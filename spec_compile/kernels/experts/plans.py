@@ -19,7 +19,6 @@ class ExpertTile(NamedTuple):
     block_o, block_k, block_n: sizes of the tile.
     warps, stages: sizes of Triton's pipeline.
     registers: the most registers of a thread; None: as the compiler chooses.
-    prefetch: tiles of weights that the second product fetches to the L2 cache before it waits for the first.
     parts: stretches into which the columns of MXFP4 are cut; their sums are added in ascending order.
     shared: each part has its own program.
     sorted: the pairs are sorted by expert first (`wide_kernel`).
@@ -31,7 +30,6 @@ class ExpertTile(NamedTuple):
     warps: int = 4
     stages: int = 4
     registers: int | None = None
-    prefetch: int = 1
     parts: int = 1
     shared: bool = False
     sorted: bool = False

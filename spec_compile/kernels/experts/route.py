@@ -51,7 +51,7 @@ def launch(logits, top, among, dtype) -> tuple[Tensor, Tensor]:
         route_kernel[(len(logits),)](
             logits, weights, ids, logits.stride(0), logits.shape[1], TOP=top, AMONG=AMONG.index(among),
             BLOCK_E=triton.next_power_of_2(logits.shape[1]), BLOCK_T=triton.next_power_of_2(top), EARLY=early,
-            num_warps=1, **({"launch_pdl": True} if early else {}),
+            launch_pdl=early, num_warps=1,
         )  # fmt: skip
     return weights, ids
 

@@ -15,8 +15,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ..linear.product import Matrix
+from ..linear.skinny_gemm_kernel import store
 from ..primitives import addresses, let_next_kernel_begin, wait_for_kernel_before
-from .kernel import combine, finish, gated, product, store_pairs, weight_rows, with_bias
+from .kernel import combine, finish, gated, product, weight_rows, with_bias
 
 
 @triton.jit
@@ -75,7 +76,7 @@ def wide_experts_kernel(
         row = expert * outputs + tile * HEIGHT
         gate, up = _multiply(weight, x, row, height, pair // TOP, inputs, HEIGHT, BLOCK_K, EVEN, True)
         gate, up = with_bias(gate, bias_ptr, column, height), with_bias(up, bias_ptr, column + height, outputs)
-        store_pairs(gated(gate, up, alpha, limit, GATE), pairs_ptr, pair, valid, column, height)
+        store(gated(gate, up, alpha, limit, GATE), pairs_ptr, column, pair, valid, height)
     else:
         o = weight_rows(tile, outputs, GATED and not INTERLEAVED, BLOCK_O)
         if TILED:
@@ -135,8 +136,7 @@ def sort_pairs(ids: Tensor, first: int, experts: int, size: int, early: bool) ->
     tiles = order.new_empty(ids.numel() // size + experts, 3)
     sort_kernel[(experts,)](
         ids.contiguous(), order, tiles, ids.numel(), FIRST=first, SIZE=size,
-        CHUNK=FEW_PAIRS if ids.numel() <= FEW_PAIRS else MANY_PAIRS, EARLY=early, num_warps=8,
-        **({"launch_pdl": True} if early else {}),
+        CHUNK=FEW_PAIRS if ids.numel() <= FEW_PAIRS else MANY_PAIRS, EARLY=early, launch_pdl=early, num_warps=8,
     )  # fmt: skip
     return order, tiles
 

@@ -180,8 +180,7 @@ def _sum_of_ranks(layer: Product, plan: ProductPlan, after: ResidualStream, grou
     exchange = EXCHANGES.get(group_name)
     stream = torch.empty_like(after.scaled)  # before the product, whose memory it must not take while that runs
     if exchange is not None and stream.numel() <= exchange.words:  # all of its numbers fit into the ranks' memory
-        x, bias = as_rows(layer.x), None if layer.bias is None else layer.bias.contiguous()
-        launch(replace(layer, x=x, bias=bias, after=exchange), None, plan.parts, plan.tile(len(x)))
+        launch(replace(layer, after=exchange), None, plan.parts, plan.tile(len(stream)))
         part = None
     else:
         part = run(layer, plan, torch.float32).view(stream.shape)
@@ -207,13 +206,12 @@ def product_to_heads(
     layer, plan = Product(x, weight, bias, scales, kind, _normed(squares, eps), heads), plan_of(x, weight, kind)
     if plan is None:
         return _plain_heads(plain_product(layer), heads)
-    flat, size = as_rows(x), key_cache.shape[3]
-    out = x.new_empty(len(flat), len(weight) - 2 * key_cache.shape[1] * size)
+    size = key_cache.shape[3]
+    out = x.new_empty(x.numel() // x.shape[-1], len(weight) - 2 * key_cache.shape[1] * size)
     heads = heads._replace(**{name: getattr(heads, name).contiguous() for name in ("cos", "sin", "lengths")})
     heads = heads._replace(table=table.contiguous() if heads.page else None)
-    bias = bias if bias is None else bias.contiguous()
-    tile = appending(plan.tile(len(flat)), size if q_norm is not None else 0, card_of(x.device).memory)
-    launch(replace(layer, x=flat, bias=bias, after=heads), out, plan.parts, tile)
+    tile = appending(plan.tile(len(out)), size if q_norm is not None else 0, card_of(x.device).memory)
+    launch(replace(layer, after=heads), out, plan.parts, tile)
     return out.view(*x.shape[:-1], -1, size)
 
 

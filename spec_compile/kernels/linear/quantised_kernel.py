@@ -216,8 +216,7 @@ def round_rows_kernel(
 # registers, where the tensor cores read them: every tensor that they are made of is loaded in the loop, or Triton would
 # pass them through shared memory.
 #
-# Shapes of a tile: words [BLOCK_O, DEPTH] of 16 bits, activations
-# [BLOCK_N, DEPTH], sums [BLOCK_O, BLOCK_N].
+# Shapes of a tile: words [BLOCK_O, DEPTH] of 16 bits, activations [BLOCK_N, DEPTH], sums [BLOCK_O, BLOCK_N].
 
 
 @triton.jit
@@ -376,8 +375,7 @@ def _numbers_in_table(words, table_ptr, J: tl.constexpr, TABLE: tl.constexpr, PT
 # The tensor cores multiply codes: with int8 sums of up to 128 columns are exact. Each is scaled and added in float32,
 # in the order of columns.
 #
-# Shapes of a tile: bytes [BLOCK_O, DEPTH], each of two weights, activations [BLOCK_N, DEPTH],
-# sums [BLOCK_O, BLOCK_N].
+# Shapes of a tile: bytes [BLOCK_O, DEPTH] of two weights each, activations [BLOCK_N, DEPTH], sums [BLOCK_O, BLOCK_N].
 
 
 @triton.jit
@@ -454,7 +452,6 @@ def rounded_blocks(x: Tensor, size: int, early: bool) -> tuple[Tensor, Tensor]:
     codes = x.new_empty(rows, inputs, dtype=FP8 if has_fp8(x.device) else x.dtype)
     units = x.new_empty(blocks, -(-rows // UNIT_ROWS.value) * UNIT_ROWS.value, dtype=torch.float32)
     round_blocks_kernel[(rows, -(-blocks // of_program))](
-        x, codes, units, inputs, x.stride(0), SIZE=size, BLOCKS=of_program, EARLY=early,
-        **({"launch_pdl": True} if early else {}),
-    )  # fmt: skip
+        x, codes, units, inputs, x.stride(0), SIZE=size, BLOCKS=of_program, EARLY=early, launch_pdl=early
+    )
     return codes, units

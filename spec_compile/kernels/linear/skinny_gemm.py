@@ -110,25 +110,25 @@ def source_of_plans(device: torch.device) -> str:
 
 def run(product: Product, plan: ProductPlan, dtype: torch.dtype | None = None) -> Tensor:
     """A product by a plan, as `launch` computes it -> [..., O], gated [..., O / 2], of a dtype (None: of x's)."""
-    shape, x, bias = product.x.shape[:-1], as_rows(product.x), product.bias
-    out = x.new_empty(len(x), len(product.weight) // (2 if isinstance(product.after, Gate) else 1), dtype=dtype)
-    product = replace(product, x=x, bias=None if bias is None else bias.contiguous())
-    launch(product, out, plan.parts, plan.tile(len(x)))
-    return out.view(*shape, out.shape[1])
+    x, outputs = product.x, len(product.weight) // (2 if isinstance(product.after, Gate) else 1)
+    out = x.new_empty(x.numel() // x.shape[-1], outputs, dtype=dtype)
+    launch(product, out, plan.parts, plan.tile(len(out)))
+    return out.view(*x.shape[:-1], outputs)
 
 
-def launch(product: Product, out: Tensor | None, parts: int, tile: ProductTile, early: bool | None = None) -> None:
-    """Run the kernel on x [R, I] of any row stride, weight [O, I] and bias [O] contiguous.
+def launch(product: Product, out: Tensor | None, parts: int, tile: ProductTile) -> None:
+    """Run the kernel on x of R rows [..., I], weight [O, I], contiguous, and bias [O].
 
     out: contiguous; [R, O], gated [R, O / 2], of heads the queries [R, H * D], R = B * N; None if the product is sent.
-    early: True to use programmatic dependent launch (None: if the GPU can).
     """
+    bias = product.bias
+    product = replace(product, x=as_rows(product.x), bias=None if bias is None else bias.contiguous())
     if supports_many_rows(product, parts, tile):
         return launch_many_rows(product, out, parts)
     x, weight, scales = product.x, product.weight, product.scales
     rows, inputs, outputs = *x.shape, len(weight)
     layout = layout_of(product.kind) if product.kind else None
-    early, units = launches_early(x.device) if early is None else early, None
+    early, units = launches_early(x.device), None
     form, group = layout.packing if layout else (None, 1)
     if form == "fp8_blocks":
         x, units = rounded_blocks(x, group, early)
@@ -153,8 +153,7 @@ def launch(product: Product, out: Tensor | None, parts: int, tile: ProductTile, 
         BLOCK_O=tile.block_o, TURNS=tile.turns, EVEN=inputs % tile.block_k == 0, UNROLL=tile.unroll, PDL=early,
         FORMAT=form, GROUP=group,
         TABLE=look_up(layout.table) if layout and layout.table is not None else None, PTX=x.is_cuda,
-        maxnreg=None if units is None else tile.registers, **_arguments(product, out, parts, tile),
-        **({"launch_pdl": True} if early else {}),
+        maxnreg=None if units is None else tile.registers, launch_pdl=early, **_arguments(product, out, parts, tile),
     )  # fmt: skip
 
 
@@ -183,7 +182,7 @@ def _rounded_rows(x: Tensor, dtype: torch.dtype, early: bool, static: Tensor | N
     largest = LARGEST[torch.int8 if dtype == torch.int8 else FP8]
     round_rows_kernel[(rows,)](
         x, codes, units, static, inputs, x.stride(0), largest,
-        BLOCK=block, EARLY=early, num_warps=min(max(block // 512, 1), 16), **({"launch_pdl": True} if early else {}),
+        BLOCK=block, EARLY=early, launch_pdl=early, num_warps=min(max(block // 512, 1), 16),
     )  # fmt: skip
     return codes, units
 

@@ -59,7 +59,7 @@ def _weight_rows(tile, outputs, half, PAIRED: tl.constexpr, BLOCK_O: tl.constexp
 
 
 @triton.jit
-def _fetch_first_tiles(weight, o, begin, end, prefetch, BLOCK_K: tl.constexpr):
+def fetch_first_tiles(weight, o, begin, end, prefetch, BLOCK_K: tl.constexpr):
     """Fetch at most `prefetch` of a program's first tiles to the L2 cache. o [BLOCK_O]: its rows of the weights."""
     SIZE: tl.constexpr = weight.data.dtype.element_ty.primitive_bitwidth
     BITS: tl.constexpr = 4 if SIZE == 32 else SIZE
@@ -173,7 +173,7 @@ def skinny_gemm_kernel(
     # The product of those columns, acc [BLOCK_O, BLOCK_N]. Inputs of its end are loaded first if registers hold them.
     EAGER: tl.constexpr = BLOCK_N <= (64 if FORMAT is None else 16) and BLOCK_O <= 128  # see `ProductTile.registers`
     if PDL:
-        _fetch_first_tiles(weight, o, begin, end, prefetch, BLOCK_K)
+        fetch_first_tiles(weight, o, begin, end, prefetch, BLOCK_K)
         wait_for_kernel_before()
     if RANKS > 1:
         peers, state_ptr, words = sent
@@ -219,13 +219,13 @@ def skinny_gemm_kernel(
         elif to_stream is not None:
             store_stream(acc, residual, norm, out_ptr, to_stream, column, n, tile, rows, height, SQUARED)
         elif GATED:
-            store(first / (1 + tl.exp(-first)) * second, out_ptr, column, n, rows, height)
+            store(first / (1 + tl.exp(-first)) * second, out_ptr, column, n, n < rows, height)
         elif RANKS > 1:
             mask = (column < height)[:, None] & (n < rows)[None, :]
             at = n[None, :].to(tl.int64) * height + column[:, None]
             send(acc, peers, slot, at, mask, rank, RANKS, SHOTS, True)
         else:
-            store(acc, out_ptr, column, n, rows, height)
+            store(acc, out_ptr, column, n, n < rows, height)
 
 
 # The steps after a product, with its sums in registers, in `skinny_gemm_kernel` and `wide_kernel`.
@@ -292,9 +292,9 @@ def store_stream(acc, residual, norm, out_ptr, stream, column, n, tile, rows, he
 
 
 @triton.jit
-def store(value, out_ptr, column, n, rows, height):
-    """value [HEIGHT, BLOCK_N] to out [rows, height]."""
-    mask = (column < height)[:, None] & (n < rows)[None, :]
+def store(value, out_ptr, column, n, valid, height):
+    """value [HEIGHT, BLOCK_N] to the columns [HEIGHT] of the rows n [BLOCK_N] of out [rows, height] that are valid."""
+    mask = (column < height)[:, None] & valid[None, :]
     at = n[None, :].to(tl.int64) * height + column[:, None]
     tl.store(out_ptr + at, value.to(out_ptr.dtype.element_ty), mask=mask)
 
@@ -305,7 +305,6 @@ def store(value, out_ptr, column, n, rows, height):
 # such pairs of N rows; x and y are [PAIRS, N]. Pair p is d = p % (D / 2) of head p // (D / 2): with D = 64, pair 70 is
 # outputs 6 and 38 of head 2. Query heads come first, then key heads, then value heads. Numbers are rounded where
 # `tree_attention` rounds them if it appends for itself.
-#
 
 
 @triton.jit
@@ -413,17 +412,14 @@ def _multiply_many(
     PAIRED: tl.constexpr,
 ):  # fmt: skip
     """The products [HEIGHT, BLOCK_N] of the rows of x from `row` on with the weights' rows from `o` on and, PAIRED,
-    with those from o + distance on (else 0). Columns are cut as in `_columns_of_part`."""
-    cuts = tl.cdiv(inputs, CUT)
-    first, second = tl.zeros([HEIGHT, BLOCK_N], tl.float32), 0.0
-    if PAIRED:
-        second = tl.zeros([HEIGHT, BLOCK_N], tl.float32)
+    with those from o + distance on (else 0)."""
+    first, second = 0.0, 0.0
     for part in tl.static_range(PARTS):
         acc, other = tl.zeros([HEIGHT, BLOCK_N], tl.float32), 0.0
         if PAIRED:
             other = tl.zeros([HEIGHT, BLOCK_N], tl.float32)
-        end = tl.minimum((part + 1) * cuts // PARTS * CUT, inputs)
-        for start in tl.range(part * cuts // PARTS * CUT, end, BLOCK_K):
+        begin, end = _columns_of_part(part, inputs, CUT, PARTS)
+        for start in tl.range(begin, end, BLOCK_K):
             b = x.load([row, start]).T
             acc = tl.dot(weight.load([o, start]), b, acc)
             if PAIRED:
@@ -473,6 +469,6 @@ def wide_kernel(
         residual, norm = load_stream(to_stream, column, n, rows, height, stride_r)
         store_stream(first, residual, norm, out_ptr, to_stream, column, n, tile, rows, height, SQUARED)
     elif GATED:
-        store(first / (1 + tl.exp(-first)) * second, out_ptr, column, n, rows, height)
+        store(first / (1 + tl.exp(-first)) * second, out_ptr, column, n, n < rows, height)
     else:
-        store(first, out_ptr, column, n, rows, height)
+        store(first, out_ptr, column, n, n < rows, height)

@@ -100,8 +100,8 @@ def _run_linear(inputs, state, stash, walk, valid) -> Tensor:
     early = walk is not None and launches_early(state.device)
     linear_attention_kernel[(*grid, batch)](
         q, k, v, g, beta, state, kept, walk, valid, *stash[:3], stash[-1], out, *_strides(q, k, v, g, beta), tokens,
-        **sizes, SLOTS=slots, COLUMNS=walks.COLUMNS, IS_TREE=walk is not None, EARLY=early, num_warps=1,
-        **({"launch_pdl": True} if early else {}),
+        **sizes, SLOTS=slots, COLUMNS=walks.COLUMNS, IS_TREE=walk is not None, EARLY=early, launch_pdl=early,
+        num_warps=1,
     )  # fmt: skip
     return out
 
@@ -140,7 +140,7 @@ def _run_convolution(inputs, state, stash, walk, valid) -> Tensor:
     convolution_kernel[(tokens, triton.cdiv(channels, CHANNELS), batch)](
         x, weight, state, walk, stash[0] if stash else None, out, *_strides(x), tokens, CHANNELS=channels,
         WIDTH=weight.shape[1], BLOCK=CHANNELS, MAX_NODES=MAX_NODES, COLUMNS=walks.COLUMNS, IS_TREE=walk is not None,
-        EARLY=early, num_warps=2, **({"launch_pdl": True} if early else {}),
+        EARLY=early, launch_pdl=early, num_warps=2,
     )  # fmt: skip
     if walk is None:
         state.copy_(shifted(state, inputs[0], valid))  # all windows are summed

@@ -42,11 +42,11 @@ def lead(tile, k, written, decay):
 
 
 @triton.jit
-def load_token(
-    q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, stride_q, stride_k, stride_v, stride_g, stride_beta, token, dk, dv,
-    DK: tl.constexpr, DV: tl.constexpr, CHANNELS: tl.constexpr,
-):  # fmt: skip
-    """The q, k [BLOCK_DK], v [BLOCK_DV], g [BLOCK_DK] or a number, and beta of a token. Pointers point to a head."""
+def load_token(pointers, strides, token, dk, dv, DK: tl.constexpr, DV: tl.constexpr, CHANNELS: tl.constexpr):
+    """The q, k [BLOCK_DK], v [BLOCK_DV], g [BLOCK_DK] or a number, and beta of a token: pointers to the inputs of a
+    head, and their strides over tokens."""
+    q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr = pointers
+    stride_q, stride_k, stride_v, stride_g, stride_beta = strides
     q = tl.load(q_ptr + token * stride_q + dk, mask=dk < DK, other=0.0)
     k = tl.load(k_ptr + token * stride_k + dk, mask=dk < DK, other=0.0)
     v = tl.load(v_ptr + token * stride_v + dv, mask=dv < DV, other=0.0)
@@ -122,20 +122,16 @@ def linear_attention_kernel(
 
     # Begin with the root of a tree, or a chunk's first token: node 0.
     node = tokens - tokens
-    q, k, v, g, beta = load_token(
-        q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, stride_qn, stride_kn, stride_vn, stride_gn, stride_bn, node, dk, dv,
-        DK, DV, CHANNELS,
-    )  # fmt: skip
+    pointers = q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr
+    strides = stride_qn, stride_kn, stride_vn, stride_gn, stride_bn
+    q, k, v, g, beta = load_token(pointers, strides, node, dk, dv, DK, DV, CHANNELS)
     for step in range(tokens):
         # Load the inputs of the next token while this one is computed; resume the parent's state if a slot keeps it.
         next_node = tl.minimum(step + 1, tokens - 1)
         if IS_TREE:
             next_node = tl.load(walk_ptr + next_node)
             tile = resume(tile, walk_ptr, kept_at, tokens, step, BLOCK_DK * BLOCK_DV)
-        next_q, next_k, next_v, next_g, next_beta = load_token(
-            q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, stride_qn, stride_kn, stride_vn, stride_gn, stride_bn, next_node,
-            dk, dv, DK, DV, CHANNELS,
-        )  # fmt: skip
+        following = load_token(pointers, strides, next_node, dk, dv, DK, DV, CHANNELS)
 
         # Read the state. Update it if the node has children, or if the token counts.
         written, out, decay = read(tile, k, q, v, g, beta, DELTA)
@@ -152,7 +148,8 @@ def linear_attention_kernel(
                 k_stash_ptr, v_stash_ptr, g_stash_ptr, beta_stash_ptr, k, v, g, beta, row * MAX_NODES + node, head,
                 dk, dv, HEADS, GROUP, DK, DV, DELTA, CHANNELS,
             )  # fmt: skip
-        node, q, k, v, g, beta = next_node, next_q, next_k, next_v, next_g, next_beta
+        node = next_node
+        q, k, v, g, beta = following
     if not IS_TREE:
         tl.store(state_ptr + at, tile, mask=inside)
 
@@ -190,12 +187,11 @@ def linear_commit_kernel(
     tile = tl.load(state_ptr + at, mask=inside, other=0.0)
 
     # One step for each accepted node.
+    pointers, KEYS = (k_ptr, k_ptr, v_ptr, g_ptr, beta_ptr), HEADS // GROUP * DK
     for step in range(gained):
         node = tl.load(path_ptr + step).to(tl.int32)
-        _, k, v, g, beta = load_token(
-            k_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, HEADS // GROUP * DK, HEADS // GROUP * DK, HEADS * DV, HEADS * GATES,
-            HEADS, node, dk, dv, DK, DV, CHANNELS,
-        )  # fmt: skip
+        strides = KEYS, KEYS, HEADS * DV, HEADS * GATES, HEADS
+        _, k, v, g, beta = load_token(pointers, strides, node, dk, dv, DK, DV, CHANNELS)
         written, _, decay = read(tile, k, k, v, g, beta, DELTA)
         tile = lead(tile, k, written, decay)
     tl.store(state_ptr + at, tile, mask=inside)

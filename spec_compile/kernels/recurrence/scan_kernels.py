@@ -37,11 +37,10 @@ def read(tile, c, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def load_token(
-    c_ptr, b_ptr, x_ptr, dt_ptr, stride_c, stride_b, stride_x, stride_dt, token, channel, entry,
-    D: tl.constexpr, N: tl.constexpr,
-):  # fmt: skip
-    """The c, b [BLOCK_N], x, dt [BLOCK_D] of a token. Pointers point to a row of the batch."""
+def load_token(pointers, strides, token, channel, entry, D: tl.constexpr, N: tl.constexpr):
+    """The c, b [BLOCK_N], x, dt [BLOCK_D] of a token: pointers to a row of the batch, and their strides over tokens."""
+    c_ptr, b_ptr, x_ptr, dt_ptr = pointers
+    stride_c, stride_b, stride_x, stride_dt = strides
     c = tl.load(c_ptr + token * stride_c + entry, mask=entry < N, other=0.0)
     b = tl.load(b_ptr + token * stride_b + entry, mask=entry < N, other=0.0)
     x = tl.load(x_ptr + token * stride_x + channel, mask=channel < D, other=0.0)
@@ -85,18 +84,15 @@ def selective_kernel(
 
     # Begin with the root of a tree, or a chunk's first token: node 0.
     node = tokens - tokens
-    c, b, x, dt = load_token(
-        c_ptr, b_ptr, x_ptr, dt_ptr, stride_cn, stride_bn, stride_xn, stride_dn, node, channel, entry, D, N
-    )
+    pointers, strides = (c_ptr, b_ptr, x_ptr, dt_ptr), (stride_cn, stride_bn, stride_xn, stride_dn)
+    c, b, x, dt = load_token(pointers, strides, node, channel, entry, D, N)
     for step in range(tokens):
         # Load the inputs of the next token while this one is computed; resume the parent's state if a slot keeps it.
         next_node = tl.minimum(step + 1, tokens - 1)
         if IS_TREE:
             next_node = tl.load(walk_ptr + next_node)
             tile = resume(tile, walk_ptr, kept_at, tokens, step, BLOCK_D * BLOCK_N)
-        next_c, next_b, next_x, next_dt = load_token(
-            c_ptr, b_ptr, x_ptr, dt_ptr, stride_cn, stride_bn, stride_xn, stride_dn, next_node, channel, entry, D, N
-        )
+        following = load_token(pointers, strides, next_node, channel, entry, D, N)
 
         # The state after this token becomes the program's if the node has children, or if the token counts.
         after = lead(tile, b, x, dt, a)
@@ -116,7 +112,8 @@ def selective_kernel(
             tl.store(dt_stash_ptr + node * D + channel, dt, mask=channel < D)
             if tl.program_id(0) == 0:
                 tl.store(b_stash_ptr + node * N + entry, b, mask=entry < N)
-        node, c, b, x, dt = next_node, next_c, next_b, next_x, next_dt
+        node = next_node
+        c, b, x, dt = following
     if not IS_TREE:
         tl.store(state_ptr + at, tile, mask=inside)
 
@@ -151,7 +148,7 @@ def selective_commit_kernel(
     # One step for each accepted node.
     for step in range(gained):
         node = tl.load(path_ptr + row * nodes + step).to(tl.int32)
-        _, b, x, dt = load_token(b_ptr, b_ptr, x_ptr, dt_ptr, N, N, D, D, node, channel, entry, D, N)
+        _, b, x, dt = load_token((b_ptr, b_ptr, x_ptr, dt_ptr), (N, N, D, D), node, channel, entry, D, N)
         tile = lead(tile, b, x, dt, a)
     tl.store(state_ptr + at, tile, mask=inside)
 
