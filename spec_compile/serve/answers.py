@@ -1,66 +1,25 @@
 """The text, the reasoning and the calls of an answer, read from its pieces by the model's response template."""
 
-import inspect
 import json
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
-from transformers.utils.chat_parsing import ResponseParser, parse_response
+from transformers.cli.serving.utils import get_response_template
+from transformers.utils.chat_parsing import ResponseParser
 
 REASONING = "reasoning_content", "thinking", "reasoning"
 """Names that response templates give to the model's reasoning."""
-TAKES_TOOLS = "tools" in inspect.signature(parse_response).parameters
-
-
-def _template(anchor: str | list[str], thought: tuple[str, str], calls: dict, content: dict) -> dict:
-    fields = {
-        "reasoning_content": {"open": thought[0], "close": thought[1], "content": "text"},
-        "tool_calls": {"repeats": True} | calls,
-        "content": {"content": "text"} | content,
-    }
-    return {"defaults": {"role": "assistant"}, "start_anchor": anchor, "fields": fields}
-
-
-NAMED = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
-# White space before a mark must not open an empty region of content, which would take the place of the real one.
-QWEN3 = _template(
-    "<|im_start|>assistant\n",
-    ("<think>", "</think>"),
-    {"open_pattern": r"\s*<tool_call>", "close": "</tool_call>", "content": "json",
-     "transform": {"type": "function", "function": "{content}"}},
-    {"close_pattern": r"\s*(?:<\|im_end\|>|<\|endoftext\|>|<\|eot_id\|>)"},
-)  # fmt: skip
-QWEN3_5 = _template(
-    "<|im_start|>assistant\n",
-    ("<think>", "</think>"),
-    {"open_pattern": r"\s*<tool_call>\s*<function=(?P<name>[^>\n]+)>", "close_pattern": r"</function>\s*</tool_call>",
-     "content": "xml-inline", "transform": NAMED,
-     "content_args": {"tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\s*(?P<value>.*?)\s*</parameter>"}},
-    {"close_pattern": r"\s*(?:<\|im_end\|>|<\|endoftext\|>)"},
-)  # fmt: skip
-GEMMA4 = _template(
-    ["<|turn>model\n", "<tool_response|>"],
-    ("<|channel>thought\n", "<channel|>"),
-    {"open_pattern": r"<\|tool_call>call:(?P<name>\w+)", "close": "<tool_call|>", "content": "json", "transform": NAMED,
-     "content_args": {"unquoted_keys": True, "string_delims": [['<|"|>', '<|"|>']]}},
-    {"close": ["<turn|>", "<|tool_response>", "<eos>"]},
-)  # fmt: skip
-FAMILIES = {
-    ("qwen2", "qwen2_moe", "qwen2_vl", "qwen2_5_vl", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_vl", "qwen3_vl_moe"):
-        QWEN3,
-    ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"): QWEN3_5,
-    ("gemma4",): GEMMA4,
-}  # fmt: skip
-"""Response templates by types of models, for tokenizers that have none, as in transformers' server."""
 
 
 def response_template(processor: Any, model: Any) -> dict | None:
     """The form of a model's answers in transformers' response templates, or None if it is not known."""
-    own = getattr(getattr(processor, "tokenizer", processor), "response_template", None)
     kind = model.config.model_type
-    return next((each for kinds, each in FAMILIES.items() if kind in kinds), None) if own is None else own
+    if kind.startswith("qwen3_5"):  # transformers 5.17 has no entry for the language models alone
+        kind = kind.removesuffix("_text")
+    return get_response_template(processor, SimpleNamespace(config=SimpleNamespace(model_type=kind)))
 
 
 class Thought(str):
@@ -111,11 +70,6 @@ def read_answer(parser: Any, text: str, continues: bool = False) -> ReadAnswer:
     thoughts = "".join(item for item in items if isinstance(item, Thought)).strip()
     content = "".join(item for item in items if type(item) is str).strip()
     return ReadAnswer(content, thoughts or None, [item for item in items if isinstance(item, ToolCall)])
-
-
-def free_parser(template: dict, prompt: str, tools: list[dict] | None) -> "FreeParser":
-    """The parser of answers that are not held to calls. tools: of the request, in the form of chats."""
-    return FreeParser(template, prefix=prompt, **({"tools": tools} if TAKES_TOOLS else {}))
 
 
 class FreeParser(ResponseParser):

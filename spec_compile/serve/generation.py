@@ -21,7 +21,7 @@ from ..batching.output import Output
 from ..batching.request_options import TokenBytes
 from ..capture.admit import reads_pictures
 from ..runtime.prompt import TOKEN_TYPES
-from .answers import ReadAnswer, StopCut, free_parser, items_of, read_answer, response_template
+from .answers import FreeParser, ReadAnswer, StopCut, items_of, read_answer, response_template
 from .body import Bodies
 from .call import HttpCall, Workers
 from .door import Policy
@@ -231,7 +231,7 @@ class Requests:
         prompt = self.tokenizer.decode(flat_ids(call.inputs["input_ids"]))
         template = response_template(self.processor, self.model)
         held = call.tool_calls and call.tool_calls.parser(prompt)
-        return held or (None if template is None else free_parser(template, prompt, tools))
+        return held or (None if template is None else FreeParser(template, prefix=prompt, tools=tools))
 
     def _add(self, call: HttpCall, config: GenerationConfig, take: Callable, streaming: bool) -> None:
         """Add a request to the manager, whose outputs go to `take` on the event loop. Refusal if it cannot be taken.

@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers.utils.chat_parsing import parse_response
 
-from .answers import REASONING, TAKES_TOOLS, response_template
+from .answers import REASONING, response_template
 from .errors import refuse, shown
 from .grammar_judge import MOST_SPACES
 from .grammars import check_size, read_schema
@@ -201,8 +201,7 @@ class CallParser:
     def _read(self, text: str, begin: re.Match) -> dict:
         if self.form.style == "json":
             return {"function": {"name": begin[1], "arguments": text[begin.end() : len(text) - len(self.form.end)]}}
-        typed = {"tools": self.tools} if TAKES_TOOLS else {}
-        return parse_response(text, self.form.template, prefix="", **typed)["tool_calls"][0]
+        return parse_response(text, self.form.template, prefix="", tools=self.tools)["tool_calls"][0]
 
 
 NAME = r"[\w.-]{1,64}"

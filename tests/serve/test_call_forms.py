@@ -7,7 +7,7 @@ from server_fixtures import DEMO, TEMPLATE
 from tool_templates import PROMPT, TEMPLATES, Model, call, chat_template, response_template
 from transformers import AutoTokenizer
 
-from spec_compile.serve.answers import TAKES_TOOLS, FreeParser, items_of
+from spec_compile.serve.answers import FreeParser, items_of
 from spec_compile.serve.tool_calls import CallParser, find_call_form
 
 QWEN = ('<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>", "\n", "json")
@@ -111,7 +111,6 @@ def test_a_call_that_is_cut_off_is_left_out(name):
     assert read(CallParser(form_of(*TEMPLATES["qwen3"]), PROMPT), ["<think>so </thi"]) == ("so </thi", [])
 
 
-@pytest.mark.skipif(not TAKES_TOOLS, reason="this transformers reads all parameters as texts")
 def test_parameters_of_xml_have_the_types_of_the_schema():
     form = form_of(*TEMPLATES["qwen3.5"])
     tools = [{"function": {"name": "f", "parameters": {"properties": {"n": {"type": "integer"}}}}}]
