@@ -4,7 +4,6 @@ import math
 import random
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, cycle, islice, zip_longest
@@ -125,7 +124,9 @@ class InManyWays:
             again.compare(self._generate(asked), answer)
         yield again
         for rows in dict.fromkeys(batches):
-            with self._managed(rows) as manager:
+            config = ContinuousBatchingConfig(max_requests_per_batch=rows)
+            made = self.fast.continuous_batching_context_manager(continuous_batching_config=config, warmup=False)
+            with made as manager:
                 for name, some in (
                     ("together", pairs),
                     ("the same prompts again", pairs),
@@ -136,6 +137,7 @@ class InManyWays:
                 ):
                     if some:
                         yield self._compare(f"{name}, {rows} rows", some, manager, len(pairs) * ("cancelled" in name))
+            self.fast.destroy_cached_continuous_batching_manager()  # gives back the memory of its rows
         if not self.fast.speculation.engine.runtime.verify.clamps_prompts:
             yield self._compare_scores()
 
@@ -167,18 +169,6 @@ class InManyWays:
             options = self._options | {"max_new_tokens": asked.new_tokens}
             out = self.fast.generate(ids, attention_mask=torch.ones_like(ids), **options)
         return out[0, ids.shape[1] :].tolist()
-
-    @contextmanager
-    def _managed(self, rows: int) -> Iterator[Any]:
-        """A running manager with this number of rows."""
-        config = ContinuousBatchingConfig(max_requests_per_batch=rows)
-        manager = self.fast.init_continuous_batching(continuous_batching_config=config)
-        manager.start()
-        try:
-            yield manager
-        finally:
-            manager.destroy()
-            self.fast.destroy_cached_continuous_batching_manager()
 
     def _answer(self, manager: Any, asked: list[Asked], cancelled: int = 0) -> list[Any]:
         """The last outputs of requests, in their order.

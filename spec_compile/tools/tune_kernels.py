@@ -199,6 +199,7 @@ def same_bits(product: ProductShape, plan: ProductPlan) -> bool:
 def time_of(product: ProductShape, rows: int, parts: int, tile: ProductTile) -> float:
     """Microseconds of one product, with weights that are in no cache."""
     from triton.runtime.errors import OutOfResources
+    from triton.testing import do_bench_cudagraph
 
     # Enough weights that none is in a cache when its turn comes again.
     x = torch.ones(rows, product.inputs, device=product.weights[0][0].device, dtype=product.dtype)
@@ -214,27 +215,6 @@ def time_of(product: ProductShape, rows: int, parts: int, tile: ProductTile) -> 
             skinny_gemm.run(Product(x, weight, None, scales, product.kind), plan)
 
     try:
-        return graph_time(run) / len(weights)
+        return do_bench_cudagraph(run, rep=0, return_mode="median") * 1e3 / len(weights)  # one run in the graph
     except OutOfResources:
         return float("inf")
-
-
-def graph_time(run: Callable[[], None], repeats: int = 5) -> float:
-    """Microseconds that a replay of the captured `run` takes."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        run()
-        stream.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            run()
-        # The first replay is not counted.
-        graph.replay()
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
-        events[0].record()
-        for event in events[1:]:
-            graph.replay()
-            event.record()
-        stream.synchronize()
-    return sorted(a.elapsed_time(b) for a, b in itertools.pairwise(events))[repeats // 2] * 1e3
