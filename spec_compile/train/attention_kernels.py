@@ -166,20 +166,19 @@ def _attend_blocks(
     mixed = tl.zeros([QUERIES, WIDTH], tl.float32)
     largest, z = tl.full([QUERIES], -float("inf"), tl.float32), tl.zeros([QUERIES], tl.float32)
 
-    # The context, up to the anchor of the program's last block.
-    keys_ptr, values_ptr = _of_head(keys_ptr, kv_head, length, SIZE), _of_head(values_ptr, kv_head, length, SIZE)
-    end = tl.minimum(tl.load(anchors_ptr + last // size), length).to(tl.int32)
-    for begin in range(0, end, KEYS):
-        key, value, seen = _key_tile(
-            keys_ptr, values_ptr, begin, slot, anchor, length, size, False, SIZE, WIDTH, CAUSAL, KEYS
-        )
-        mixed, largest, z = _gather(q, key, value, seen, scale, mixed, largest, z)
-
-    # The slots of the program's blocks.
-    k_ptr, v_ptr = _of_head(k_ptr, kv_head, slots, SIZE), _of_head(v_ptr, kv_head, slots, SIZE)
-    for begin in range(first // size * size, (last // size + 1) * size, KEYS):
-        key, value, seen = _key_tile(k_ptr, v_ptr, begin, slot, anchor, slots, size, True, SIZE, WIDTH, CAUSAL, KEYS)
-        mixed, largest, z = _gather(q, key, value, seen, scale, mixed, largest, z)
+    # The context up to the anchor of the program's last block, and then the slots of the program's blocks.
+    for own in tl.static_range(2):
+        if own:
+            rows, start, end = slots, first // size * size, (last // size + 1) * size
+            key_ptr, value_ptr = _of_head(k_ptr, kv_head, rows, SIZE), _of_head(v_ptr, kv_head, rows, SIZE)
+        else:
+            rows, start, end = length, 0, tl.minimum(tl.load(anchors_ptr + last // size), length).to(tl.int32)
+            key_ptr, value_ptr = _of_head(keys_ptr, kv_head, rows, SIZE), _of_head(values_ptr, kv_head, rows, SIZE)
+        for begin in range(start, end, KEYS):
+            key, value, seen = _key_tile(
+                key_ptr, value_ptr, begin, slot, anchor, rows, size, own, SIZE, WIDTH, CAUSAL, KEYS
+            )
+            mixed, largest, z = _gather(q, key, value, seen, scale, mixed, largest, z)
 
     # Divide by the sum.
     z = tl.where(slot < slots, z, 1.0)
@@ -212,22 +211,20 @@ def _backward_queries(
     anchor = _anchor_of(anchors_ptr, slot, slots, blocks, size)
     dq = tl.zeros([QUERIES, WIDTH], tl.float32)
 
-    # The context.
-    keys_ptr, values_ptr = _of_head(keys_ptr, kv_head, length, SIZE), _of_head(values_ptr, kv_head, length, SIZE)
-    end = tl.minimum(tl.load(anchors_ptr + last // size), length).to(tl.int32)
-    for begin in range(0, end, KEYS):
-        key, value, seen = _key_tile(
-            keys_ptr, values_ptr, begin, slot, anchor, length, size, False, SIZE, WIDTH, CAUSAL, KEYS
-        )
-        _, dscore = _derive(grad, q, key, value, seen, scale, total, mean)
-        dq += tl.dot(dscore.to(key.dtype), key, input_precision="ieee")
-
-    # The slots of the program's blocks.
-    k_ptr, v_ptr = _of_head(k_ptr, kv_head, slots, SIZE), _of_head(v_ptr, kv_head, slots, SIZE)
-    for begin in range(first // size * size, (last // size + 1) * size, KEYS):
-        key, value, seen = _key_tile(k_ptr, v_ptr, begin, slot, anchor, slots, size, True, SIZE, WIDTH, CAUSAL, KEYS)
-        _, dscore = _derive(grad, q, key, value, seen, scale, total, mean)
-        dq += tl.dot(dscore.to(key.dtype), key, input_precision="ieee")
+    # The context up to the anchor of the program's last block, and then the slots of the program's blocks.
+    for own in tl.static_range(2):
+        if own:
+            rows, start, end = slots, first // size * size, (last // size + 1) * size
+            key_ptr, value_ptr = _of_head(k_ptr, kv_head, rows, SIZE), _of_head(v_ptr, kv_head, rows, SIZE)
+        else:
+            rows, start, end = length, 0, tl.minimum(tl.load(anchors_ptr + last // size), length).to(tl.int32)
+            key_ptr, value_ptr = _of_head(keys_ptr, kv_head, rows, SIZE), _of_head(values_ptr, kv_head, rows, SIZE)
+        for begin in range(start, end, KEYS):
+            key, value, seen = _key_tile(
+                key_ptr, value_ptr, begin, slot, anchor, rows, size, own, SIZE, WIDTH, CAUSAL, KEYS
+            )
+            _, dscore = _derive(grad, q, key, value, seen, scale, total, mean)
+            dq += tl.dot(dscore.to(key.dtype), key, input_precision="ieee")
     _store(_of_head(dq_ptr, head, slots, SIZE), dq, slot, slots, SIZE, WIDTH)
 
 
