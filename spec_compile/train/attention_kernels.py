@@ -75,25 +75,21 @@ def _constants(q: Tensor, kv_heads: int, causal: bool) -> dict:
 
 
 @triton.jit
-def _load(ptr, row, rows, SIZE: tl.constexpr, WIDTH: tl.constexpr):
-    """Rows [n, WIDTH] of a head [rows, SIZE]; zeros outside."""
+def _load(ptr, head, row, rows, SIZE: tl.constexpr, WIDTH: tl.constexpr):
+    """Rows [n, WIDTH] of a head among heads [rows, SIZE] of all rows of the batch; zeros outside."""
     lanes = tl.arange(0, WIDTH)
     mask = (row < rows)[:, None] & (lanes < SIZE)[None, :]
+    ptr += rows.to(tl.int64) * head * SIZE
     return tl.load(ptr + row[:, None].to(tl.int64) * SIZE + lanes[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
-def _store(ptr, values, row, rows, SIZE: tl.constexpr, WIDTH: tl.constexpr):
-    """Write rows [n, WIDTH] of a head [rows, SIZE]."""
+def _store(ptr, values, head, row, rows, SIZE: tl.constexpr, WIDTH: tl.constexpr):
+    """Write rows [n, WIDTH] of a head among heads [rows, SIZE] of all rows of the batch."""
     lanes = tl.arange(0, WIDTH)
     mask = (row < rows)[:, None] & (lanes < SIZE)[None, :]
+    ptr += rows.to(tl.int64) * head * SIZE
     tl.store(ptr + row[:, None].to(tl.int64) * SIZE + lanes[None, :], values.to(ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _of_head(ptr, head, rows, SIZE: tl.constexpr):
-    """The begin of a head [rows, SIZE] among heads of all rows of the batch."""
-    return ptr + rows.to(tl.int64) * head * SIZE
 
 
 @triton.jit
@@ -116,21 +112,21 @@ def _anchor_of(anchors_ptr, slot, slots, blocks, size):
 
 @triton.jit
 def _key_tile(
-    keys_ptr, values_ptr, begin, slot, anchor, rows, size,
+    keys_ptr, values_ptr, head, begin, slot, anchor, rows, size,
     OWN: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, CAUSAL: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Keys and values of a head [rows, SIZE] from `begin` on, and [queries, KEYS]: True where a slot sees them."""
+    """Keys and values of a head from `begin` on, and [queries, KEYS]: True where a slot sees them."""
     place = begin + tl.arange(0, KEYS)
-    key = _load(keys_ptr, place, rows, SIZE, WIDTH)
-    value = _load(values_ptr, place, rows, SIZE, WIDTH)
+    key = _load(keys_ptr, head, place, rows, SIZE, WIDTH)
+    value = _load(values_ptr, head, place, rows, SIZE, WIDTH)
     return key, value, _is_seen(slot, anchor, place, rows, size, OWN, CAUSAL)
 
 
 @triton.jit
 def _query_tile(grad_ptr, q_ptr, total_ptr, mean_ptr, head, slot, slots, SIZE: tl.constexpr, WIDTH: tl.constexpr):
     """Queries of a head's slots, the gradient of their outputs, and `total` and `mean` of each."""
-    q = _load(_of_head(q_ptr, head, slots, SIZE), slot, slots, SIZE, WIDTH)
-    grad = _load(_of_head(grad_ptr, head, slots, SIZE), slot, slots, SIZE, WIDTH)
+    q = _load(q_ptr, head, slot, slots, SIZE, WIDTH)
+    grad = _load(grad_ptr, head, slot, slots, SIZE, WIDTH)
     row = slots.to(tl.int64) * head + slot
     total = tl.load(total_ptr + row, mask=slot < slots, other=0.0)
     return q, grad, total, tl.load(mean_ptr + row, mask=slot < slots, other=0.0)
@@ -161,28 +157,26 @@ def _attend_blocks(
     first, head = tl.program_id(0) * QUERIES, tl.program_id(1)
     kv_head, anchors_ptr = head // SHARED, anchors_ptr + head // HEADS * blocks
     slot, last = first + tl.arange(0, QUERIES), tl.minimum(first + QUERIES, slots) - 1
-    q = _load(_of_head(q_ptr, head, slots, SIZE), slot, slots, SIZE, WIDTH)
+    q = _load(q_ptr, head, slot, slots, SIZE, WIDTH)
     anchor = _anchor_of(anchors_ptr, slot, slots, blocks, size)
     mixed = tl.zeros([QUERIES, WIDTH], tl.float32)
     largest, z = tl.full([QUERIES], -float("inf"), tl.float32), tl.zeros([QUERIES], tl.float32)
 
     # The context up to the anchor of the program's last block, and then the slots of the program's blocks.
+    rows, start, end = length, 0, tl.minimum(tl.load(anchors_ptr + last // size), length).to(tl.int32)
     for own in tl.static_range(2):
         if own:
-            rows, start, end = slots, first // size * size, (last // size + 1) * size
-            key_ptr, value_ptr = _of_head(k_ptr, kv_head, rows, SIZE), _of_head(v_ptr, kv_head, rows, SIZE)
-        else:
-            rows, start, end = length, 0, tl.minimum(tl.load(anchors_ptr + last // size), length).to(tl.int32)
-            key_ptr, value_ptr = _of_head(keys_ptr, kv_head, rows, SIZE), _of_head(values_ptr, kv_head, rows, SIZE)
+            keys_ptr, values_ptr, rows = k_ptr, v_ptr, slots
+            start, end = first // size * size, (last // size + 1) * size
         for begin in range(start, end, KEYS):
             key, value, seen = _key_tile(
-                key_ptr, value_ptr, begin, slot, anchor, rows, size, own, SIZE, WIDTH, CAUSAL, KEYS
+                keys_ptr, values_ptr, kv_head, begin, slot, anchor, rows, size, own, SIZE, WIDTH, CAUSAL, KEYS
             )
             mixed, largest, z = _gather(q, key, value, seen, scale, mixed, largest, z)
 
     # Divide by the sum.
     z = tl.where(slot < slots, z, 1.0)
-    _store(_of_head(out_ptr, head, slots, SIZE), mixed / z[:, None], slot, slots, SIZE, WIDTH)
+    _store(out_ptr, mixed / z[:, None], head, slot, slots, SIZE, WIDTH)
     tl.store(total_ptr + slots.to(tl.int64) * head + slot, largest + tl.log(z), mask=slot < slots)
 
 
@@ -212,20 +206,18 @@ def _backward_queries(
     dq = tl.zeros([QUERIES, WIDTH], tl.float32)
 
     # The context up to the anchor of the program's last block, and then the slots of the program's blocks.
+    rows, start, end = length, 0, tl.minimum(tl.load(anchors_ptr + last // size), length).to(tl.int32)
     for own in tl.static_range(2):
         if own:
-            rows, start, end = slots, first // size * size, (last // size + 1) * size
-            key_ptr, value_ptr = _of_head(k_ptr, kv_head, rows, SIZE), _of_head(v_ptr, kv_head, rows, SIZE)
-        else:
-            rows, start, end = length, 0, tl.minimum(tl.load(anchors_ptr + last // size), length).to(tl.int32)
-            key_ptr, value_ptr = _of_head(keys_ptr, kv_head, rows, SIZE), _of_head(values_ptr, kv_head, rows, SIZE)
+            keys_ptr, values_ptr, rows = k_ptr, v_ptr, slots
+            start, end = first // size * size, (last // size + 1) * size
         for begin in range(start, end, KEYS):
             key, value, seen = _key_tile(
-                key_ptr, value_ptr, begin, slot, anchor, rows, size, own, SIZE, WIDTH, CAUSAL, KEYS
+                keys_ptr, values_ptr, kv_head, begin, slot, anchor, rows, size, own, SIZE, WIDTH, CAUSAL, KEYS
             )
             _, dscore = _derive(grad, q, key, value, seen, scale, total, mean)
             dq += tl.dot(dscore.to(key.dtype), key, input_precision="ieee")
-    _store(_of_head(dq_ptr, head, slots, SIZE), dq, slot, slots, SIZE, WIDTH)
+    _store(dq_ptr, dq, head, slot, slots, SIZE, WIDTH)
 
 
 @triton.jit(do_not_specialize=["slots", "rows", "blocks"])
@@ -240,8 +232,8 @@ def _backward_keys(
     Grid (rows / KEYS, B * Hkv)."""
     first, kv_head = tl.program_id(0) * KEYS, tl.program_id(1)
     place = first + tl.arange(0, KEYS)
-    key = _load(_of_head(keys_ptr, kv_head, rows, SIZE), place, rows, SIZE, WIDTH)
-    value = _load(_of_head(values_ptr, kv_head, rows, SIZE), place, rows, SIZE, WIDTH)
+    key = _load(keys_ptr, kv_head, place, rows, SIZE, WIDTH)
+    value = _load(values_ptr, kv_head, place, rows, SIZE, WIDTH)
     dk, dv = tl.zeros([KEYS, WIDTH], tl.float32), tl.zeros([KEYS, WIDTH], tl.float32)
     anchors_ptr += kv_head // (HEADS // SHARED) * blocks
     if OWN:
@@ -260,8 +252,8 @@ def _backward_keys(
             share, dscore = _derive(grad, q, key, value, seen, scale, total, mean)
             dv += tl.dot(tl.trans(share.to(grad.dtype)), grad, input_precision="ieee")
             dk += tl.dot(tl.trans(dscore.to(q.dtype)), q, input_precision="ieee")
-    _store(_of_head(dkeys_ptr, kv_head, rows, SIZE), dk, place, rows, SIZE, WIDTH)
-    _store(_of_head(dvalues_ptr, kv_head, rows, SIZE), dv, place, rows, SIZE, WIDTH)
+    _store(dkeys_ptr, dk, kv_head, place, rows, SIZE, WIDTH)
+    _store(dvalues_ptr, dv, kv_head, place, rows, SIZE, WIDTH)
 
 
 # Keys that each slot has drafted itself, joined to causal attention: a kernel for the forward, one for the backward.
