@@ -4,7 +4,7 @@ import json
 import re
 from typing import Annotated, Any
 
-from pydantic import FailFast, Field, ValidationInfo, WrapValidator
+from pydantic import FailFast, ValidationInfo, WrapValidator
 
 from .errors import refuse, shown
 
@@ -40,10 +40,8 @@ HOSTED_BLOCKS = re.compile(
 """Types of blocks about tools that Anthropic's own servers run, and of blocks that only they can read."""
 
 
-class Cached(Fields):
-    """Anthropic's mark for its cache of prompts. The server shares beginnings of prompts without it."""
-
-    cache_control: ANY = None
+Cached = record(cache_control=ANY)
+"""Anthropic's mark for its cache of prompts. The server shares beginnings of prompts without it."""
 
 
 class Source(Fields):
@@ -189,14 +187,6 @@ class Thinking(Fields):
             raise wrong("budget_tokens", "the type enabled has it, and no other type")
 
 
-class OutputFormat(Fields):
-    """The form of the answer."""
-
-    needed = ("type", "schema")
-    type: only("json_schema") = None
-    schema_: OBJECT = Field(None, alias="schema")
-
-
 class PromptFields(Cached):
     """The fields of the prompt: POST /v1/messages/count_tokens."""
 
@@ -207,7 +197,9 @@ class PromptFields(Cached):
     tools: list[AnthropicTool] = None
     tool_choice: ToolChoice = None
     thinking: Thinking = None
-    output_config: record(effort=EFFORT, format=OutputFormat, task_budget=ANY) = None
+    output_config: record(
+        effort=EFFORT, format=record("type", "schema", type=only("json_schema"), schema=OBJECT), task_budget=ANY
+    ) = None
     chat_template_kwargs: OBJECT = None
 
 

@@ -32,13 +32,7 @@ OPTIONS: dict[str, tuple] = {
     "max_lora_rank": (Count, None, "By default the largest of the adapters.", 1),
     "train_while_serving": (bool, False, "Let the draft learn from answers; texts stay in memory."),
     "online_training": (dict, "{}", _json("Such as '{\"share\": 0.05}'; trains, too.")),
-    "shadow": (
-        float,
-        0.0,
-        "Share of requests that plain steps answer again; metrics count differences.",
-        0,
-        1,
-    ),
+    "shadow": (float, 0.0, "Share of requests that plain steps answer again; metrics count differences.", 0, 1),
     "grace": (float, GRACE, "Seconds that requests have to end after SIGTERM.", 0),
     # How the model is loaded, and where the server listens.
     "device": (str, "auto", "Such as cpu or cuda:0; auto is one GPU if there is one."),

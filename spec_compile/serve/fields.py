@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any, ClassVar
 
-from pydantic import BaseModel, ValidationError, ValidationInfo, WrapValidator, create_model, model_validator
+from pydantic import BaseModel, Field, ValidationError, ValidationInfo, WrapValidator, create_model, model_validator
 from pydantic_core import PydanticCustomError, core_schema
 
 from ..errors import did_you_mean, log
@@ -122,7 +122,10 @@ class Fields(BaseModel):
 
 def record(*needed: str, **kinds: Any) -> type[Fields]:
     """A model of an object with these fields. needed: names that it must have"""
-    model = create_model("Record", __base__=Fields, **{name: (kind, None) for name, kind in kinds.items()})
+    # A model's own methods, such as `json`, keep their names.
+    named = {f"{name}_" if hasattr(BaseModel, name) else name: name for name in kinds}
+    fields: dict[str, Any] = {own: (kinds[name], Field(None, alias=name)) for own, name in named.items()}
+    model = create_model("Record", __base__=Fields, **fields)
     model.needed = needed
     return model
 

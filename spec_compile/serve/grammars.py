@@ -7,7 +7,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,8 @@ GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choi
 """vLLM's older fields, and the kinds of `structured_outputs` that they are."""
 FORM_FIELDS = ("response_format", "structured_outputs", *GUIDED)
 ANY_OBJECT = '{"type": "object"}'
+JUDGE = Judge()
+"""The child process that tries grammars, for all models of this process."""
 
 
 def read_form(fields: dict) -> tuple[str, str, str] | None:
@@ -171,7 +173,7 @@ class GrammarCache:
         jobs = [*(("json", schema) for _, schema in parts), (kind, text)]
         limits = {"step": STEP_SECONDS / 2, "first": FIRST_SECONDS / 2, "each": SECONDS_A_STEP}  # with a reserve
         try:
-            verdict = judge().ask(self._vocabulary, jobs, limits | {"seconds": SECONDS})
+            verdict = JUDGE.ask(self._vocabulary, jobs, limits | {"seconds": SECONDS})
         except OSError as error:
             raise Refusal(
                 503, f"{field}: grammars cannot be compiled now; try again later", field, retries=True
@@ -199,12 +201,6 @@ class GrammarCache:
 
 def _busy(field: str, reason: str = "other grammars are being compiled") -> Refusal:
     return refuse(field, f"{reason}; try again later", 503, retries=True)
-
-
-@cache
-def judge() -> Judge:
-    """The child process that tries grammars, for all models of this process."""
-    return Judge()
 
 
 # JSON schemas that no text fits, because a value of them would have no end.

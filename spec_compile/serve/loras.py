@@ -40,10 +40,6 @@ def _are_plain(value: Any) -> bool:
     return is_list(value, _is_plain, MOST_NAMES, 0)
 
 
-def _are_layers(value: Any) -> bool:
-    return LAYER.accepts(value) or is_list(value, LAYER.accepts, MOST_NAMES, 0)
-
-
 def _is_plain(value: Any) -> bool:
     return isinstance(value, str) and PLAIN.fullmatch(value) is not None
 
@@ -59,7 +55,10 @@ CONFIG = {
     "r": RANK, "lora_alpha": ALPHA, "use_rslora": FLAG, "fan_in_fan_out": FLAG,
     "target_modules": Kind(lambda value: value == "all-linear" or _are_plain(value), f"all-linear, or {NAMES}"),
     "exclude_modules": Kind(_are_plain, NAMES),
-    "layers_to_transform": Kind(_are_layers, "a list of numbers of layers"),
+    "layers_to_transform": Kind(
+        lambda value: LAYER.accepts(value) or is_list(value, LAYER.accepts, MOST_NAMES, 0),
+        "a list of numbers of layers",
+    ),
     "layers_pattern": Kind(lambda value: _is_plain(value) or _are_plain(value), NAMES),
     "rank_pattern": Kind(_patterns_of(RANK.accepts), "an object of names of modules, no regular expressions"),
     "alpha_pattern": Kind(_patterns_of(ALPHA.accepts), "an object of names of modules, no regular expressions"),

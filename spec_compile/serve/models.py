@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any
 
-from pydantic import FailFast, Field, WrapValidator
+from pydantic import FailFast, WrapValidator
 
 from ..batching.output import MOST_TOP
 from .errors import shown
@@ -135,27 +135,13 @@ Items = Annotated[
 ]
 
 
-class Function(Fields):
-    """A function that the model may call."""
-
-    needed = ("name",)
-    type: ANY = None
-    name: TEXT = None
-    description: TEXT = None
-    parameters: OBJECT = None
-    strict: FLAG = None
-
-
-class CustomTool(Fields):
-    """A tool that takes free text, which may have to follow a grammar."""
-
-    needed = ("name",)
-    name: TEXT = None
-    description: TEXT = None
-    format: record(
-        "type", type=one_of("text", "grammar"), syntax=one_of("lark", "regex"), definition=TEXT,
-        grammar=record("syntax", "definition", syntax=one_of("lark", "regex"), definition=TEXT),
-    ) = None  # fmt: skip
+Function = record("name", type=ANY, name=TEXT, description=TEXT, parameters=OBJECT, strict=FLAG)
+Grammar = record("syntax", "definition", syntax=one_of("lark", "regex"), definition=TEXT)
+FreeText = record(
+    "type", type=one_of("text", "grammar"), syntax=one_of("lark", "regex"), definition=TEXT, grammar=Grammar
+)
+CustomTool = record("name", name=TEXT, description=TEXT, format=FreeText)
+"""A tool that takes free text, which may have to follow a grammar."""
 
 
 class SingleTool(Function, CustomTool):
@@ -195,14 +181,8 @@ LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 """The fields with the number of tokens that the client wants; a request has one of them at most."""
 
 
-class NamedSchema(Fields):
-    """The schema of OpenAI's `response_format`."""
-
-    needed = ("name", "schema")
-    name: TEXT = None
-    description: TEXT = None
-    schema_: OBJECT = Field(None, alias="schema")
-    strict: FLAG = None
+NamedSchema = record("name", "schema", name=TEXT, description=TEXT, schema=OBJECT, strict=FLAG)
+"""The schema of OpenAI's `response_format`."""
 
 
 class ResponseFormat(Fields):
@@ -229,17 +209,6 @@ class TextFormat(ResponseFormat, NamedSchema):
     def _check_all(cls, values: dict, context: dict) -> None:
         for name in NamedSchema.needed if values["type"] == "json_schema" else ():
             cls.need(values, name)
-
-
-class StructuredOutputs(Fields):
-    """vLLM's `structured_outputs`."""
-
-    json_: ANY = Field(None, alias="json")
-    regex: TEXT = None
-    choice: ANY = None
-    grammar: TEXT = None
-    json_object: FLAG = None
-    structural_tag: only() = None
 
 
 class Sampling(Fields):
@@ -286,7 +255,9 @@ class VllmSampling(Sampling):
     priority: only(0) = None
     ignore_eos: FLAG = None
     min_tokens: SIZE = None
-    structured_outputs: StructuredOutputs = None
+    structured_outputs: record(
+        json=ANY, regex=TEXT, choice=ANY, grammar=TEXT, json_object=FLAG, structural_tag=only()
+    ) = None
     guided_json: SCHEMA = None
     guided_regex: TEXT = None
     guided_choice: LIST = None

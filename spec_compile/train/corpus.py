@@ -28,10 +28,6 @@ Sets = dict[str, list[Document]]
 """Held-out documents by the name of their set."""
 
 
-def say_nothing(message: str) -> None:
-    """Print nothing, in the place of `tell`."""
-
-
 def read_all(data, validation, tokenizer, target: Target, seed: int, on_policy: bool) -> tuple[list[Document], Sets]:
     """The documents of `data` and `validation`: (for training, held out)."""
     share = 0.0 if validation is None else validation
@@ -158,7 +154,7 @@ CORPUS = 1 << 17
 @torch.no_grad()
 def continue_documents(
     model: PreTrainedModel, documents: list[Document], length: int, seed: int, options: dict,
-    tell: Callable[[str], None] = say_nothing,
+    tell: Callable[[str], None] = lambda line: None,
 ) -> list[Document]:  # fmt: skip
     """The documents' `prompts`, each followed by the target's answer. Only the answers are supervised.
 

@@ -21,7 +21,7 @@ from ..errors import did_you_mean
 from ..runtime.generate import SpeculativeMixin
 from . import data as texts
 from .blocks import DFlashTrainer, DominoTrainer, DSparkTrainer, JetSpecTrainer
-from .corpus import Sets, check_prompts, continued, cut_all, longest_sequence, read_all, say_nothing, together
+from .corpus import Sets, check_prompts, continued, cut_all, longest_sequence, read_all, together
 from .data import Batch, Batches, Document
 from .features import TargetFeatures
 from .heads import Eagle3Trainer, EagleTrainer, MtpTrainer, PEagleTrainer
@@ -120,7 +120,7 @@ def train_draft(
     repository = _check_arguments(output, on_policy, resume, progress, push, private, license)
     trainer_class, parsed = _trainer_and_options(algo, options)
     admit_training(model)
-    target, folder, line = Target.of(model), Path(output).expanduser(), say_nothing if progress else tell
+    target, folder, line = Target.of(model), Path(output).expanduser(), (lambda text: None) if progress else tell
     line(f"reading the text for {type(model).__name__}")
     documents, held_out = read_all(data, validation, tokenizer, target, parsed.seed, on_policy is not False)
     with torch.inference_mode(False), torch.enable_grad():
