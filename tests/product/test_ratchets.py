@@ -30,9 +30,9 @@ LINES = {
     "passes": 3098,
     "quantised": 2722,
     "runtime": 6248,
-    "serve": 7890,
-    "tools": 2223,
-    "train": 4725,
+    "serve": 7798,
+    "tools": 2193,
+    "train": 4710,
 }
 """The most lines of a folder, with the folders in it; "" has the files at the top."""
 CORE_FILES = 229
