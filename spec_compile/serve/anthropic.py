@@ -55,15 +55,10 @@ def _blocks(call: HttpCall, answer: ReadAnswer) -> list[dict]:
     if answer.content:
         blocks.append({"type": "text", "text": answer.content})
     for number, item in enumerate(answer.calls):
-        name = called(call, item, number)["id"]
-        blocks.append({"type": "tool_use", "id": name, "name": item.name, "input": _arguments(item.arguments)})
+        name, given = called(call, item, number)["id"], read_object(item.arguments)
+        given = {"arguments": item.arguments} if given is None else given  # the model has written no JSON object
+        blocks.append({"type": "tool_use", "id": name, "name": item.name, "input": given})
     return blocks
-
-
-def _arguments(text: str) -> dict:
-    """The arguments of a call. If the model has written no JSON object, they are its text under `arguments`."""
-    value = read_object(text)
-    return {"arguments": text} if value is None else value
 
 
 def _event(name: str, **fields: Any) -> str:
