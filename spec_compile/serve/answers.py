@@ -17,7 +17,7 @@ REASONING = "reasoning_content", "thinking", "reasoning"
 def response_template(processor: Any, model: Any) -> dict | None:
     """The form of a model's answers in transformers' response templates, or None if it is not known."""
     kind = model.config.model_type
-    if kind.startswith("qwen3_5"):  # transformers 5.17 has no entry for the language models alone
+    if kind.startswith("qwen3_5"):  # transformers 5.17 names only the models with pictures
         kind = kind.removesuffix("_text")
     return get_response_template(processor, SimpleNamespace(config=SimpleNamespace(model_type=kind)))
 
