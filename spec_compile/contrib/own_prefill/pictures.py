@@ -3,11 +3,10 @@
 import copy
 import hashlib
 import math
-from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
 from itertools import count, groupby
-from threading import Lock
 from typing import Any
 
 import torch
@@ -31,23 +30,13 @@ MOST_NUMBERS = 1 << 16
 """Pictures whose contents have a number at once; those that came last."""
 
 
-class Numbers:
-    """Numbers for contents, which are never given twice. They are negative, so that no token has one."""
-
-    def __init__(self) -> None:
-        self._of: OrderedDict[bytes, int] = OrderedDict()
-        self._next, self._lock = count(1), Lock()
-
-    def of(self, digest: bytes) -> int:
-        with self._lock:
-            number = self._of.pop(digest, None)
-            self._of[digest] = number = -next(self._next) if number is None else number
-            if len(self._of) > MOST_NUMBERS:
-                self._of.popitem(last=False)
-            return number
+_numbers = count(-1, -1)
 
 
-NUMBERS = Numbers()
+@lru_cache(MOST_NUMBERS)
+def number_of(digest: bytes) -> int:
+    """A number for contents with this hash, which no others are given. It is negative, so that no token has it."""
+    return next(_numbers)
 
 
 def digest_of(parts: dict[str, Tensor]) -> bytes:
@@ -133,7 +122,7 @@ class PicturePrefill(OwnPrefill):
         return [
             token
             for run in runs
-            for token in (run if run[0] not in places else [NUMBERS.of(digest_of(next(parts)))] * len(run))
+            for token in (run if run[0] not in places else [number_of(digest_of(next(parts)))] * len(run))
         ]
 
     def begins(self, known: int) -> bool:
