@@ -131,7 +131,8 @@ def read_assistant(files: DraftFiles, target: Target, overrides: dict) -> Assist
     with torch.device(target.embedding.device):
         assistant.rotary_emb = type(assistant.rotary_emb)(model.model.config)  # not in checkpoints
     # Leave out what the target has, or its layers.
-    head = HEAD if HEAD in checkpoint and not (config.tie_word_embeddings and EMBEDDING in checkpoint) else EMBEDDING
+    is_tied = config.tie_word_embeddings and EMBEDDING in checkpoint.shapes
+    head = HEAD if HEAD in checkpoint.shapes and not is_tied else EMBEDDING
     checkpoint.ignore(EMBEDDING if head == HEAD else HEAD, "tokens are embedded by the target, or it is the same")
     for number in range(len(assistant.blocks)):
         for part in ("k_proj", "v_proj", "k_norm", "v_norm"):

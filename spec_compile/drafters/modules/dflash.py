@@ -421,7 +421,7 @@ def _output(files: DraftFiles, config: DFlashConfig, target: Target) -> tuple[Te
 
 def _mask_embedding(files: DraftFiles, draft: DFlashDraft) -> Tensor | None:
     """The embedding [h] of the mask, if it does not lie in the target's embedding (MiMo)."""
-    if "mask_embedding" in files.checkpoint:
+    if "mask_embedding" in files.checkpoint.shapes:
         value = files.checkpoint.take_weight("mask_embedding")
     else:
         path = files.fetch(MASK_FILE)

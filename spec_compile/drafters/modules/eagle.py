@@ -353,7 +353,9 @@ def _embedding(files: DraftFiles, config: DraftConfig, target: Target) -> Tensor
     """
     checkpoint, name = files.checkpoint, files.names.get("embedding", "embed_tokens.weight")
     size, shared = config.layer["hidden_size"], target.embedding
-    trained = name in checkpoint and config.get("embed_requires_grad") and likeness(checkpoint, name, shared) > 0.5
+    trained = (
+        name in checkpoint.shapes and config.get("embed_requires_grad") and likeness(checkpoint, name, shared) > 0.5
+    )
     if not trained and size == target.hidden_size:
         target.skip_copy(checkpoint, name, shared)
         return shared
