@@ -76,11 +76,9 @@ class LanguageCall(Exception):
         self.arguments = arguments
 
 
-class StopsBeforeTheText:
-    """Put in front of a language model's class, makes its forward raise its arguments."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> None:
-        raise LanguageCall({f"argument {number}": value for number, value in enumerate(args)} | kwargs)
+def stop_before_the_text(*args: Any, **kwargs: Any) -> None:
+    """A language model's forward, which raises its arguments."""
+    raise LanguageCall({f"argument {number}": value for number, value in enumerate(args)} | kwargs)
 
 
 class PicturePrefill(OwnPrefill):
@@ -171,14 +169,10 @@ class PicturePrefill(OwnPrefill):
         path = next((name for name, each in outer.named_modules() if each is engine.original.get_decoder()), "")
         module = outer
         for name in path.split("."):
-            inner = module._modules.get(name)
-            if inner is None:
+            if name not in module._modules:
                 return None
-            cls = type(inner)
-            is_last = inner is engine.original.get_decoder()
-            made = type(cls.__name__, (StopsBeforeTheText, cls), {"__module__": cls.__module__}) if is_last else cls
-            module._modules[name] = module = shallow(inner, made)
-        vars(module).pop("forward", None)
+            module._modules[name] = module = shallow(module._modules[name])
+        vars(module)["forward"] = stop_before_the_text
         call = self._call
         kwargs = call.model_kwargs | {"use_cache": True, CACHE: DynamicCache()}
         for name in {"attention_mask", "position_ids", *TOKEN_TYPES} & kwargs.keys():
