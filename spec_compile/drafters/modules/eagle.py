@@ -152,7 +152,6 @@ class EagleHead(Head):
 class Eagle3Head(Head):
     """EAGLE-3: fc joins several of the target's states; the first layer reads [embedding; state], 2H wide.
 
-    draft_vocab_size: rows of the head's own output matrix (None: `head_weight` is given).
     feature_size: h.
     fc: False: the one tapped state is the head's state (``use_aux_hidden_state: false``).
     fc_norm: an RMSNorm for each tapped state.
@@ -169,8 +168,7 @@ class Eagle3Head(Head):
         embedding: Tensor,
         taps: tuple[int, ...],
         feature_size: int,
-        head_weight: Tensor | None = None,
-        draft_vocab_size: int | None = None,
+        head_weight: Tensor,
         layer: LayerKnobs = ONE_LAYER,
         fc: bool = True,
         fc_bias: bool = False,
@@ -180,8 +178,6 @@ class Eagle3Head(Head):
         recycle_normed: bool = False,
     ):
         size, eps = config.hidden_size, config.rms_norm_eps
-        if head_weight is None:
-            head_weight = nn.Parameter(torch.zeros(draft_vocab_size, size))
         super().__init__(embedding, head_weight, size, taps, layer.num_layers)
         self.recycle_normed = recycle_normed
         self.fc_norm = nn.ModuleList(LlamaRMSNorm(feature_size, eps) for _ in taps) if fc_norm else None
@@ -303,16 +299,16 @@ def read_eagle3(
     # Make the head without weights, and fill it.
     embedding = _embedding(files, config, target)
     rows = files.output_rows(config.get("draft_vocab_size"), llama.hidden_size, target)
-    head_weight = target.head_weight if rows is None else None
     with torch.device("meta"):
-        head = head_class(llama, embedding, taps, feature_size, head_weight, rows, knobs, **flags)
+        output = target.head_weight if rows is None else nn.Parameter(torch.zeros(rows, llama.hidden_size))
+        head = head_class(llama, embedding, taps, feature_size, output, knobs, **flags)
     head.draft_to_target = files.draft_to_target(head.head_weight.shape[0], target)
     files.fill(head, target)
     others = _other_readings(config, reading, flags["recycle_normed"], embedding.device)
     head.open_knobs = {knob: other for knob, other in others.items() if knob not in overrides}
     head.flavour = head_class.flavour
     head.flavour += " (speculators)" if config.speculators else " (DeepSpec)" if config.deepspec else ""
-    output = "the target's" if rows is None else f"its own, {rows} of {target.vocab_size} tokens"
+    whose = "the target's" if rows is None else f"its own, {rows} of {target.vocab_size} tokens"
     head.report = [
         f"{head.flavour} head from {files.draft}",
         f"reads states {comma_separated(taps)} ({'as told' if 'taps' in overrides else reading.why})",
@@ -320,7 +316,7 @@ def read_eagle3(
         describe_layers(llama, knobs),
         *config.notes,
         "embedding: " + ("the target's" if embedding is target.embedding else "its own"),
-        f"output matrix: {output}",
+        f"output matrix: {whose}",
         *files.checkpoint.ignored,
     ]
     return head.eval()
