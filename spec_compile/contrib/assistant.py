@@ -253,9 +253,7 @@ class AssistantAlgorithm(Algorithm):
         gm = graph.gm
         inputs = [node for node in gm.graph.nodes if node.op == "placeholder"]
         with gm.graph.inserting_after(inputs[-1]):
-            max_kv_len = gm.graph.placeholder("max_kv_len")
-            cache = gm.graph.placeholder("cache")
-            lengths = gm.graph.placeholder("lengths")
+            max_kv_len, cache, lengths = map(gm.graph.placeholder, ("max_kv_len", "cache", "lengths"))
         if graph.device.type == "cuda":
             load_triton(settings.attention)
         tensors = 3 if self.scaled else 2
