@@ -160,7 +160,7 @@ class LinkedBlockProposer(BlockProposer):
         if self.drawn is not None:
             return self._draw(state, root, block)
         if not self.is_tree:
-            return propose_full(state, *self._chain(root, block))
+            return propose_full(state, *self.chain(root, block))
         candidates = block.to_target(block.ids)
         if self.transition.is_first_order:
             tree = lattice_tree(root, candidates, block.table(root, candidates), self.nodes)
@@ -168,7 +168,7 @@ class LinkedBlockProposer(BlockProposer):
             tree = grow_levels(root, candidates.shape[1], block.follow, block.start[:, 0], self.nodes)
         propose_full(state, *tree)
 
-    def _chain(self, root: Tensor, block: "LinkedBlock") -> tuple[Tensor, Tensor, Tensor]:
+    def chain(self, root: Tensor, block: "LinkedBlock") -> tuple[Tensor, Tensor, Tensor]:
         """The likeliest token after the one before, place by place, below the root: tokens, parents, scores [B, N].
 
         Scores sum logarithms of the chances that drafts are accepted: as the draft predicts them, or else their
