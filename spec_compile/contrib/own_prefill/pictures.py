@@ -5,7 +5,7 @@ import hashlib
 import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import count, groupby
 from typing import Any
 
@@ -99,8 +99,6 @@ class PicturePrefill(OwnPrefill):
         if engine.options.ranks.size > 1:
             raise ValueError("pixel_values: pictures are read in one process; leave out tensor_parallel")
         self._model, self._prompt, self._call = model, prompt, call
-        self._embedded: dict[str, Any] | None = None
-        self._is_read = False
         self.end, self.offset = len(ids) - 1, (prompt.position_offsets or [0])[0]
         self.until = max((number for number, token in enumerate(ids, 1) if token in places), default=math.inf)
         # The sums of the model's own forward are not promised to be the same in any piece.
@@ -124,11 +122,11 @@ class PicturePrefill(OwnPrefill):
         ]
 
     def begins(self, known: int) -> bool:
-        return super().begins(known) or self._embed() is not None
+        return super().begins(known) or self._embedded is not None
 
     def pieces(self, state: State, known: int, taps: tuple[int, ...]) -> Iterator[Past]:
-        engine, embedded = self._engine, self._embed()
-        self._embedded, self._is_read = None, False  # another sequence, or a second time, reads the pictures again
+        engine, embedded = self._engine, self._embedded
+        del self._embedded  # another sequence, or a second time, reads the pictures again
         if embedded is None:
             yield self._whole(taps)
             return
@@ -156,11 +154,10 @@ class PicturePrefill(OwnPrefill):
             self.keys = None
         return past
 
-    def _embed(self) -> dict[str, Any] | None:
+    @cached_property
+    def _embedded(self) -> dict[str, Any] | None:
         """The arguments of the language model for all tokens but the last; None if it takes no part of them."""
-        if self._is_read:
-            return self._embedded
-        self._is_read, engine = True, self._engine
+        engine = self._engine
         described, taps = engine.described, engine.runtime.algorithm.plan.taps
         # A recurrence's own forward may not go on from a state, and a tap of the head needs all of a forward.
         if described.recurrences or described.indexes or FINAL in taps or engine.cache_layout is None:
@@ -180,8 +177,9 @@ class PicturePrefill(OwnPrefill):
         try:
             outer._prefill(call.input_ids[:, :-1], call.config, kwargs)
         except LanguageCall as told:
-            self._embedded = told.arguments if is_divisible(told.arguments, self.end) else None
-        return self._embedded
+            if is_divisible(told.arguments, self.end):
+                return told.arguments
+        return None
 
 
 def is_divisible(arguments: dict[str, Any], length: int) -> bool:
