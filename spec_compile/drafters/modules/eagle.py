@@ -20,15 +20,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from ...capture.copies import shallow
 from ...passes.outputs import FINAL
-from ..checkpoints.config import (
-    SPECULATORS,
-    DraftConfig,
-    Taps,
-    comma_separated,
-    describe_layers,
-    find_taps,
-    override_taps,
-)
+from ..checkpoints.config import SPECULATORS, DraftConfig, comma_separated, describe_layers, find_taps, override_taps
 from ..checkpoints.draft_files import DraftFiles
 from ..checkpoints.files import Target, likeness
 from .layers import ONE_LAYER, JoinedLayer, Layer, LayerKnobs, rotary
@@ -304,7 +296,7 @@ def read_eagle3(
         head = head_class(llama, embedding, taps, feature_size, output, knobs, **flags)
     head.draft_to_target = files.draft_to_target(head.head_weight.shape[0], target)
     files.fill(head, target)
-    others = _other_readings(config, reading, flags["recycle_normed"], embedding.device)
+    others = _other_readings(config, reading.other, flags["recycle_normed"], embedding.device)
     head.open_knobs = {knob: other for knob, other in others.items() if knob not in overrides}
     head.flavour = head_class.flavour
     head.flavour += " (speculators)" if config.speculators else " (DeepSpec)" if config.deepspec else ""
@@ -360,12 +352,15 @@ def _embedding(files: DraftFiles, config: DraftConfig, target: Target) -> Tensor
 
 
 def _other_readings(
-    config: DraftConfig, reading: Taps, recycle_normed: bool, device: torch.device
+    config: DraftConfig, taps: tuple[int, ...] | None, recycle_normed: bool, device: torch.device
 ) -> dict[str, tuple[str, dict]]:
-    """Each knob of the head that a config leaves open -> its other meaning, and the attributes that it changes."""
+    """Each knob of the head that a config leaves open -> its other meaning, and the attributes that it changes.
+
+    taps: by the other meaning of the config's list (None: it has one).
+    """
     others: dict[str, tuple[str, dict]] = {}
-    if reading.other is not None:
-        others["taps"] = f"taps {comma_separated(reading.other)}", {"taps": reading.other}
+    if taps is not None:
+        others["taps"] = f"taps {comma_separated(taps)}", {"taps": taps}
     if config.get("norm_output") and not config.speculators:  # its meaning depends on the publisher, see `_flags`
         others["recycle_normed"] = f"recycle_normed={not recycle_normed}", {"recycle_normed": not recycle_normed}
     if "LlamaForCausalLMEagle3" in config.architectures and config.get("norm_output") is False:
