@@ -82,9 +82,10 @@ class Schedule:
         """Nodes below the root among which the best are verified."""
         return self.topk + (self.num_steps - 1) * self.topk**2
 
-    def ranks(self, level: int) -> int:
-        """Candidates below each node of the level before that gets children."""
-        return self.topk
+    @property
+    def ranks(self) -> list[int]:
+        """For each level, candidates below each node of the level before that gets children."""
+        return [self.topk] * self.num_steps
 
     def inner(self, level: int, scores: Tensor) -> Tensor:
         """The columns of a level's candidates, with these scores [B, M], that get children."""
@@ -201,7 +202,7 @@ class StaticTree(nn.Module):
         self._table("parents", [-1, *(number[path[:-1]] for path in paths)])
 
         parents, kept, first = [()], [0], 1  # nodes of the level before that have children; candidate of the level
-        self.widths = list[int]()
+        self.ranks = list[int]()
         for level in range(1, self.num_steps + 1):
             level_paths = [path for path in paths if len(path) == level]
             ranks = 1 + max(path[-1] for path in level_paths)
@@ -210,15 +211,12 @@ class StaticTree(nn.Module):
             first += len(parents) * ranks
             parents = [path for path in level_paths if any(other[:-1] == path for other in paths)]
             self._table(f"inner_{level}", [columns[path] for path in parents])
-            self.widths.append(ranks)
+            self.ranks.append(ranks)
         self._table("kept", kept)
         self.fed = len({path[:-1] for path in paths} - {()})
 
     def _table(self, name: str, values: list[int]) -> None:
         self.register_buffer(name, torch.tensor(values, dtype=torch.int64), persistent=False)
-
-    def ranks(self, level: int) -> int:
-        return self.widths[level - 1]
 
     def inner(self, level: int, scores: Tensor) -> Tensor:
         return getattr(self, f"inner_{level}").expand(scores.shape[0], -1)
@@ -291,7 +289,7 @@ def _grow_tree(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Candidates are numbered level by level, the root being 0; the schedule picks nodes among all.
 
-    Those of a level that get children, the best or static ones, are fed to the draft, in rows after the levels before.
+    A level's next frontier, its best candidates or static ones, is fed to the draft, in rows after the levels before.
     With topk = 2, rows [0, 1 | 2, 3] have the depths [1, 1 | 2, 2]; if rows 2 and 3 are children of row 1, their
     ancestors are [0b0110, 0b1010].
     """
@@ -306,9 +304,8 @@ def _grow_tree(
     ancestors = seen = root.new_empty(batch, 0)
     depth = root.new_empty(0)
     first = 1  # candidate of the level
-    for level in range(1, schedule.num_steps + 1):
+    for level, ranks in enumerate(schedule.ranks, 1):
         # The frontier's children become candidates.
-        ranks = schedule.ranks(level)
         below, ids = children(frontier_scores, logits, ranks, schedule.score_temperature, draft_to_target)
         tokens.append(ids)
         scores.append(below)
