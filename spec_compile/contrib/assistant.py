@@ -131,7 +131,8 @@ def read_assistant(files: DraftFiles, target: Target, overrides: dict) -> Assist
     with torch.device(target.embedding.device):
         assistant.rotary_emb = type(assistant.rotary_emb)(model.model.config)  # not in checkpoints
     # Leave out what the target has, or its layers.
-    head = HEAD if HEAD in checkpoint and not (config.tie_word_embeddings and EMBEDDING in checkpoint) else EMBEDDING
+    is_tied = config.tie_word_embeddings and EMBEDDING in checkpoint.shapes
+    head = HEAD if HEAD in checkpoint.shapes and not is_tied else EMBEDDING
     checkpoint.ignore(EMBEDDING if head == HEAD else HEAD, "tokens are embedded by the target, or it is the same")
     for number in range(len(assistant.blocks)):
         for part in ("k_proj", "v_proj", "k_norm", "v_norm"):
@@ -252,9 +253,7 @@ class AssistantAlgorithm(Algorithm):
         gm = graph.gm
         inputs = [node for node in gm.graph.nodes if node.op == "placeholder"]
         with gm.graph.inserting_after(inputs[-1]):
-            max_kv_len = gm.graph.placeholder("max_kv_len")
-            cache = gm.graph.placeholder("cache")
-            lengths = gm.graph.placeholder("lengths")
+            max_kv_len, cache, lengths = map(gm.graph.placeholder, ("max_kv_len", "cache", "lengths"))
         if graph.device.type == "cuda":
             load_triton(settings.attention)
         tensors = 3 if self.scaled else 2

@@ -54,13 +54,15 @@ READ_EARLY = {
 
 
 class Offloaded(NamedTuple):
-    """A parameter or buffer without values. part: its module. path: the module's. value, place: what its hook reads."""
+    """A parameter or buffer without values. part: its module. path: the module's. value, place: what its hook reads.
+    is_fetched: True if a graph fetches it."""
 
     part: nn.Module
     path: str
     name: str
     value: Tensor
     place: str
+    is_fetched: bool = False
 
 
 @new_op("fetch", lambda held, device: torch.empty_like(held, device=device))
@@ -136,12 +138,12 @@ def without_hooks(model: Any, fetches: bool = False) -> Any:
     device = _device_of(model, [hook for _, hook in hooks])
     opened = functools.cache(partial(safe_open, framework="pt", device="cpu"))  # one mapping of each file
     found = [each for path, hook in hooks if hook.offload for each in _offloaded(model, path, hook, opened)]
-    fetched = to_fetch(model, found) if fetches or device.type == "cuda" else []
+    found = to_fetch(model, found) if fetches or device.type == "cuda" else found
     if device.type == "cuda":
-        _check_memory(model, found, fetched, device)
-    values = moved(model, found, fetched, device)
+        _check_memory(model, found, device)
+    values = moved(model, found, device)
     copied = unhooked(model)
-    _place(copied, found, values, fetched, device)
+    _place(copied, found, values, device)
     copies.ORIGINS[copied] = model
     return copied
 
@@ -243,28 +245,24 @@ def _value(weights: Any, name: str, opened: Callable) -> tuple[Tensor, str]:
 
 
 def to_fetch(model: PreTrainedModel, found: list[Offloaded]) -> list[Offloaded]:
-    """The matrices and experts of layers, which a graph fetches. Embeddings and the head stay on the GPU, because a
+    """The same; a graph fetches the matrices and experts of layers. Embeddings and the head stay on the GPU, because a
     step reads few rows of the one, and because drafts share both."""
     first, ends = next(model.parameters()), (model.get_input_embeddings(), model.get_output_embeddings())
-    return [
-        each
-        for each in found
-        if isinstance(held := each.part._parameters.get(each.name), nn.Parameter)
-        and held is not first
-        and held.dim() in (2, 3)
-        and not isinstance(each.part, (nn.Embedding, *CONVOLUTIONS))
-        and class_path(each.part) not in READ_EARLY
-        and each.part not in ends
-    ]
+
+    def is_fetched(each: Offloaded) -> bool:
+        held, part = each.part._parameters.get(each.name), each.part
+        is_matrix = isinstance(held, nn.Parameter) and held is not first and held.dim() in (2, 3)
+        is_whole = isinstance(part, (nn.Embedding, *CONVOLUTIONS)) or class_path(part) in READ_EARLY or part in ends
+        return is_matrix and not is_whole
+
+    return [each._replace(is_fetched=is_fetched(each)) for each in found]
 
 
-def _check_memory(
-    model: PreTrainedModel, found: list[Offloaded], fetched: list[Offloaded], device: torch.device
-) -> None:  # fmt: skip
+def _check_memory(model: PreTrainedModel, found: list[Offloaded], device: torch.device) -> None:
     """UnsupportedModelError if the GPU cannot hold what it must, or the host what has to be pinned."""
     if card_of(device).lacks_tensor_cores and model.dtype == torch.bfloat16:
         refuse(model, f"is in bfloat16 and offloaded, on a GPU that does not compute it; {admit.LOAD}")
-    needs = needed(found, fetched)
+    needs = needed(found)
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     free = torch.cuda.mem_get_info(device)[0] + unused, psutil.virtual_memory().available
     for what, need, there in zip((f"{device},", HOST), needs, free):
@@ -272,13 +270,13 @@ def _check_memory(
             refuse(model, f"is offloaded and needs {need / 1e9:.2f} GB of {what} which has {there / 1e9:.2f} GB free")
 
 
-def needed(found: list[Offloaded], fetched: list[Offloaded]) -> tuple[int, int]:
+def needed(found: list[Offloaded]) -> tuple[int, int]:
     """Bytes of the GPU, for what stays there and the layer with the most, and bytes of the host that are to be pinned.
 
     PyTorch pins blocks of powers of 2: 117 MB take 134 MB.
     """
     layers, pinned = Counter[str](), 0
-    for each in fetched:
+    for each in (each for each in found if each.is_fetched):
         match = LAYER.search(f".{each.path}.")
         layers[match[1] if match else ""] += each.value.nbytes
         pinned += 0 if each.value.is_pinned() else 1 << (each.value.nbytes - 1).bit_length()
@@ -286,18 +284,16 @@ def needed(found: list[Offloaded], fetched: list[Offloaded]) -> tuple[int, int]:
     return resident + max(layers.values(), default=0), pinned
 
 
-def moved(
-    model: PreTrainedModel, found: list[Offloaded], fetched: list[Offloaded], device: torch.device
-) -> list[Tensor]:  # fmt: skip
+def moved(model: PreTrainedModel, found: list[Offloaded], device: torch.device) -> list[Tensor]:
     """The values of `found` where graphs read them. Tied weights become one tensor.
 
     UnsupportedModelError if memory runs out. Then, and after any other error, no value stays moved.
     """
-    needs, to_pin = needed(found, fetched), {id(each) for each in fetched}
+    needs = needed(found)
     made: dict[tuple, Tensor] = {}
     values, pinned = list[Tensor](), list[Tensor]()
     try:
-        for value, pins in [(each.value, id(each) in to_pin) for each in found]:
+        for value, pins in [(each.value, each.is_fetched) for each in found]:
             key = value.data_ptr(), value.shape
             if key not in made:
                 if device.type == "cuda" and pins and not value.is_pinned():
@@ -325,13 +321,9 @@ def release_unused() -> None:
         getattr(torch._C, "_host_emptyCache", lambda: None)()
 
 
-def _place(
-    copied: PreTrainedModel, found: list[Offloaded], values: list[Tensor], fetched: list[Offloaded],
-    device: torch.device,
-) -> None:  # fmt: skip
+def _place(copied: PreTrainedModel, found: list[Offloaded], values: list[Tensor], device: torch.device) -> None:
     """Give a copy the values of `found`. Tied weights become one parameter."""
     made: dict[int, Tensor] = {}
-    ids = {id(each) for each in fetched}
     for each, value in zip(found, values):
         part = copied.get_submodule(each.path)
         holder = part._parameters if each.name in part._parameters else part._buffers
@@ -339,10 +331,10 @@ def _place(
         if id(value) not in made:
             made[id(value)] = nn.Parameter(value, old.requires_grad) if isinstance(old, nn.Parameter) else value
         holder[each.name] = placed = made[id(value)]
-        if id(each) in ids:
+        if each.is_fetched:
             vars(part).update(fetched=(*vars(part).get("fetched", ()), each.name), fetches_to=str(device))
             part.__class__ = part.__class__ if isinstance(part, _Fetches) else behind(_Fetches, type(part))
-        if id(each) in ids or device.type == "cpu":
+        if each.is_fetched or device.type == "cpu":
             PLACES[placed] = each.place
     for pair in (getattr(copied, "all_tied_weights_keys", None) or {}).items():  # each may have a file
         ends = [(copied.get_submodule(path)._parameters, name) for path, _, name in (x.rpartition(".") for x in pair)]

@@ -62,16 +62,11 @@ class ParallelOptions(DraftOptions):
         check_int("topk", self.topk, 1, MAX_K, "tokens of each place that are looked at")
         check_int("num_draft_tokens", self.nodes, 2, MAX_NODES, "nodes verified, the root included")
         super().__post_init__()
-        if self.topk == 1 and self.nodes > self.num_steps + 1:
-            raise ValueError(
-                f"num_draft_tokens must be at most {self.num_steps + 1} = num_steps + 1 in a chain (topk 1), not "
-                f"{self.nodes}: lower it, or raise num_steps or topk"
-            )
 
     @property
     def schedule(self) -> Schedule:
-        """The chain of all tokens."""
-        return Schedule(self.num_steps, 1, None, self.score_temperature)
+        """The chain of all tokens. ValueError if more nodes of a chain are wanted."""
+        return Schedule(self.num_steps, 1, self.nodes if self.topk == 1 else None, self.score_temperature)
 
     @property
     def nodes(self) -> int:

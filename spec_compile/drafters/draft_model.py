@@ -173,10 +173,9 @@ def build(target: Inventory, options: DraftOptions) -> DraftModel:
 
 def open_draft(target: Inventory, options: DraftOptions) -> PreTrainedModel:
     """The model that `options.draft` names."""
-    draft = options.draft
-    if isinstance(draft, str):
-        draft = AutoModelForCausalLM.from_pretrained(draft, dtype=target.model.dtype).to(target.device).eval()
-    return draft
+    if not isinstance(options.draft, str):
+        return options.draft
+    return AutoModelForCausalLM.from_pretrained(options.draft, dtype=target.model.dtype).to(target.device).eval()
 
 
 def capture_draft(target: Inventory, draft: PreTrainedModel, options: DraftOptions) -> ModelGraph:

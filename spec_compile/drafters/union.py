@@ -6,6 +6,7 @@ The head drafts as it does without n-grams, and n-grams are matched as with algo
 
 from collections.abc import Callable
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -32,17 +33,8 @@ class Union(Algorithm):
         self.counts = torch.zeros(2, CELLS, device=device)
         """See `trees.merge`. All drafters share them, so every call goes on with what earlier calls have shown."""
 
-    @property
-    def stored(self) -> int:
-        return self.ngram.stored
-
-    @property
-    def ahead(self) -> int:
-        return self.head.ahead
-
-    @property
-    def token_bytes(self) -> int:
-        return self.head.token_bytes
+    stored = property(attrgetter("ngram.stored"))
+    ahead, token_bytes = (property(attrgetter(f"head.{name}")) for name in ("ahead", "token_bytes"))
 
     def take(self, target: ModelGraph) -> None:
         self.head.take(target)

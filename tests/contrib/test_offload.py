@@ -207,7 +207,7 @@ def test_memory_that_runs_out_while_weights_are_placed(where, count, monkeypatch
     with monkeypatch.context() as patch:
         memory = Memory(patch, count, error)
         with pytest.raises(UnsupportedModelError, match=f"LlamaForCausalLM is offloaded and .*{text}"):
-            offload.moved(net, found, offload.to_fetch(net, found), torch.device("cuda", 0))
+            offload.moved(net, offload.to_fetch(net, found), torch.device("cuda", 0))
     taken = {tensor.data_ptr() for tensor in memory.pinned}
     assert len(memory.pinned) == count
     assert not any(value.data_ptr() in taken for value in weights.values())
@@ -218,9 +218,9 @@ def test_pinned_weights_are_those_of_the_users_map(monkeypatch):
     """So the host has them once."""
     net, pinned = llama(), []
     weights = {name: value.clone() for name, value in net.state_dict().items()}
-    values = [offload.Offloaded(net, "", name, value, "") for name, value in weights.items()]
+    values = [offload.Offloaded(net, "", name, value, "", True) for name, value in weights.items()]
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pinned.append(tensor.clone()) or pinned[-1])
-    got = offload.moved(net, values, values, torch.device("cuda", 0))
+    got = offload.moved(net, values, torch.device("cuda", 0))
     assert [each.data_ptr() for each in got] == [each.data_ptr() for each in weights.values()]
     assert {each.data_ptr() for each in got} == {each.data_ptr() for each in pinned}
 
@@ -228,11 +228,11 @@ def test_pinned_weights_are_those_of_the_users_map(monkeypatch):
 def test_another_error_while_weights_are_placed(monkeypatch):
     net = llama()
     weights = {name: value.clone() for name, value in net.state_dict().items()}
-    values = [offload.Offloaded(net, "", name, value, "") for name, value in weights.items()]
+    values = [offload.Offloaded(net, "", name, value, "", True) for name, value in weights.items()]
     with monkeypatch.context() as patch:
         Memory(patch, 2, KeyboardInterrupt())
         with pytest.raises(KeyboardInterrupt):
-            offload.moved(net, values, values, torch.device("cuda", 0))
+            offload.moved(net, values, torch.device("cuda", 0))
     assert all(torch.equal(value, net.state_dict()[name]) for name, value in weights.items())
 
 
@@ -242,7 +242,10 @@ def test_another_error_while_weights_are_placed(monkeypatch):
 def test_memory_that_cannot_suffice(full, text, monkeypatch):
     """The refusal names the device, what is needed and what is there, before anything is moved."""
     net = llama()
-    values = [offload.Offloaded(net, "model.layers.0", name, value, "") for name, value in net.state_dict().items()]
+    values = [
+        offload.Offloaded(net, "model.layers.0", name, value, "", number > 1)
+        for number, (name, value) in enumerate(net.state_dict().items())
+    ]
     free = [0 if full == each else 1 << 40 for each in range(2)]
     monkeypatch.setattr(offload, "card_of", lambda device: SimpleNamespace(lacks_tensor_cores=False))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
@@ -250,15 +253,18 @@ def test_memory_that_cannot_suffice(full, text, monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free[0], 1 << 40))
     monkeypatch.setattr(offload.psutil, "virtual_memory", lambda: SimpleNamespace(available=free[1]))
     with pytest.raises(UnsupportedModelError, match=rf"is offloaded and needs \d+\.\d\d GB {text}"):
-        offload._check_memory(net, values, values[2:], torch.device("cuda", 0))
+        offload._check_memory(net, values, torch.device("cuda", 0))
 
 
 def test_bytes_that_are_needed():
     """Two matrices of 96 bytes in a layer, one of 100 in another, and a vector of 40 that stays on the GPU."""
     tensors = [torch.zeros(24), torch.zeros(24), torch.zeros(25), torch.zeros(10)]
     paths = ["model.layers.0.mlp", "model.layers.0.attn", "model.layers.1.mlp", "model.norm"]
-    found = [offload.Offloaded(None, path, "weight", each, "") for path, each in zip(paths, tensors, strict=True)]
-    assert offload.needed(found, found[:3]) == (40 + 2 * 96, 3 * 128)
+    found = [
+        offload.Offloaded(None, path, "weight", each, "", path != "model.norm")
+        for path, each in zip(paths, tensors, strict=True)
+    ]
+    assert offload.needed(found) == (40 + 2 * 96, 3 * 128)
 
 
 @pytest.mark.parametrize("op", ["fetch", "fetch_experts"])

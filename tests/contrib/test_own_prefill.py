@@ -1,6 +1,7 @@
 """Prompts with pictures in pieces between rounds, and with what earlier requests have left of them."""
 
 import functools
+import itertools
 
 import models
 import pytest
@@ -198,9 +199,9 @@ def test_contents_of_each_picture():
 
 
 def test_numbers_are_never_given_twice(monkeypatch):
-    monkeypatch.setattr(pictures, "MOST_NUMBERS", 2)
-    numbers = pictures.Numbers()
-    given = [numbers.of(digest) for digest in (b"a", b"b", b"a", b"c", b"a", b"b")]
+    monkeypatch.setattr(pictures, "_numbers", itertools.count(-1, -1))
+    number_of = functools.lru_cache(2)(pictures.number_of.__wrapped__)
+    given = [number_of(digest) for digest in (b"a", b"b", b"a", b"c", b"a", b"b")]
     assert given == [-1, -2, -1, -3, -1, -4]
 
 

@@ -175,7 +175,7 @@ def test_eagle3_of_any_size(heads, size, hidden, taps, length, qk_norm, bias, wi
     layer = LayerKnobs(qkv_bias=bias, output_bias=bias, qk_norm=qk_norm, windows=(window,))
     embedding = nn.Parameter(torch.randn(11, hidden))
     head = Eagle3Head(
-        config, embedding, tuple(range(taps)), 5, draft_vocab_size=7, layer=layer, fc_bias=bias,
+        config, embedding, tuple(range(taps)), 5, nn.Parameter(torch.zeros(7, hidden)), layer=layer, fc_bias=bias,
         norm_before_residual=normed_residual, recycle_normed=recycle,
     )  # fmt: skip
     for value in head.parameters():

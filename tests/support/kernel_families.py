@@ -50,7 +50,7 @@ INDEXED = """
 from spec_compile.contrib.indexed import attention as indexed_attention
 from spec_compile.kernels.attention.base import AttentionCall
 
-compiled(indexed_attention, "scores_kernel", "chosen_kernel", "merge_chosen_kernel")
+compiled(indexed_attention, "scores_kernel", "chosen_kernel", "merge_kernel")
 for heads, size, values, index_heads, is_half in ((128, 192, 128, 64, True), (4, 24, 16, 5, False)):
     found, dtype = [], HALF if is_half else torch.float32
     for nodes in (1, 16):

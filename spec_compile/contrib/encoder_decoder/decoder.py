@@ -12,6 +12,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 from transformers.generation import GenerateEncoderDecoderOutput
 from transformers.modeling_outputs import BaseModelOutput, CausalLMOutputWithPast
+from transformers.models.auto import modeling_auto
 from transformers.utils import ModelOutput
 
 from ...capture.copies import shallow
@@ -21,19 +22,19 @@ from ...kernels.recurrence import recurrence
 from ...runtime.prompt import Past
 from . import inputs, kind
 
-FAMILIES = {
-    "bart": "BartForConditionalGeneration",
-    "bigbird_pegasus": "BigBirdPegasusForConditionalGeneration",
-    "blenderbot": "BlenderbotForConditionalGeneration",
-    "blenderbot_small": "BlenderbotSmallForConditionalGeneration",
-    "m2m_100": "M2M100ForConditionalGeneration",
-    "marian": "MarianMTModel",
-    "mbart": "MBartForConditionalGeneration",
-    "pegasus": "PegasusForConditionalGeneration",
-    "plbart": "PLBartForConditionalGeneration",
-    "whisper": "WhisperForConditionalGeneration",
-}
-"""The class that is served, by the type of its configuration."""
+
+def classes_of(*families: str) -> dict[str, str]:
+    """The class of each family, by the type of its configuration as modules are named: "blenderbot_small"."""
+    known = {**modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES}
+    known |= modeling_auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES
+    return {family: known[family.replace("_small", "-small")] for family in families}
+
+
+FAMILIES = classes_of(
+    "bart", "bigbird_pegasus", "blenderbot", "blenderbot_small", "m2m_100", "marian", "mbart", "moonshine",
+    "moonshine_streaming", "pegasus", "plbart", "whisper",
+)  # fmt: skip
+"""The class that is served, by family."""
 BASES: dict[str, type["Decoder"]] = {}
 """The class that is put before a model's in place of `Decoder`, by the type of its configuration."""
 ROOMS: dict[str, int] = {}

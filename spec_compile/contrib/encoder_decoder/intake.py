@@ -128,14 +128,10 @@ class SourceIntake(Intake):
         prompt = call.input_ids[0].tolist()
         return super().sequences(prompt, config, request_id, **options, **{SOURCE: source})
 
-    @property
-    def _of_sounds(self) -> set[str]:
-        """The names in `OF_SOUNDS` that this class has."""
-        return OF_SOUNDS & inspect.signature(type(self._engine.original).generate).parameters.keys()
-
     def _read_source(self, given: Any, options: dict[str, Any]) -> dict[str, Any]:
         """Take the arguments for the source and the prompt out of `options`. ValueError or TypeError for wrong ones."""
-        own = OF_SOURCES | (self._of_sounds or {"decoder_input_ids"})
+        of_class = OF_SOUNDS & inspect.signature(type(self._engine.original).generate).parameters.keys()
+        own = OF_SOURCES | (of_class or {"decoder_input_ids"})
         source = {name: options.pop(name) for name in own & options.keys()}
         source = {name: value for name, value in source.items() if value is not None} | {HEARD: []}
         if isinstance(given, Tensor) and given.is_floating_point():

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutput
 
-from .decoder import BASES, FAMILIES, ROOMS, Decoder
+from .decoder import BASES, ROOMS, Decoder
 
 SECONDS = 64
 """The longest sound that is served; the model itself has no limit, and was trained on shorter ones."""
@@ -38,7 +38,5 @@ class StreamingDecoder(SoundDecoder):
         return copy.deepcopy(decoder.proj).to(states.dtype)(states + decoder.pos_emb.weight[: states.shape[1]])
 
 
-FAMILIES["moonshine"] = "MoonshineForConditionalGeneration"
-FAMILIES["moonshine_streaming"] = "MoonshineStreamingForConditionalGeneration"
 BASES["moonshine"], BASES["moonshine_streaming"] = SoundDecoder, StreamingDecoder
 ROOMS["moonshine"] = SECONDS * 16_000 // 384  # of the samples of a second 384 make a place

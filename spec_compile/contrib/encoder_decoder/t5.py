@@ -9,15 +9,9 @@ import torch
 from torch import Tensor
 
 from ...capture.modules import heads_of
-from .decoder import attend_to_source, hold_example
+from .decoder import attend_to_source, classes_of, hold_example
 
-FAMILIES = {
-    "longt5": "LongT5ForConditionalGeneration",
-    "mt5": "MT5ForConditionalGeneration",
-    "pop2piano": "Pop2PianoForConditionalGeneration",
-    "t5": "T5ForConditionalGeneration",
-    "umt5": "UMT5ForConditionalGeneration",
-}
+FAMILIES = classes_of("longt5", "mt5", "pop2piano", "t5", "umt5")
 """See `decoder.FAMILIES`."""
 
 

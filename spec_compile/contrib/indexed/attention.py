@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ...kernels import ops
 from ...kernels.attention.base import AttentionCall, plain_attention
+from ...kernels.attention.block_kernels import merge_kernel
 from ...kernels.attention.partial_softmax import fold, key_columns, product
 from ...kernels.card import precision
 from ...kernels.primitives import place_of
@@ -63,18 +64,18 @@ def launch(call: AttentionCall, q: Tensor) -> Tensor:
     kv_heads, value_dim = call.key_cache.shape[1], call.value_cache.shape[3]
     chosen, (table, page) = call.chosen.contiguous(), _pages(call.key_cache, call.table)
     topk, columns = chosen.shape[2], triton.next_power_of_2(value_dim)
-    parts, rows = triton.cdiv(topk, SHARE), batch * nodes * heads
-    acc = q.new_empty(rows, parts, value_dim, dtype=torch.float32)
-    sums = q.new_empty(rows, parts, 2, dtype=torch.float32)
-    chosen_kernel[(parts, nodes * heads, batch)](
-        q, call.key_cache, call.value_cache, call.scales, table, chosen, acc, sums, *q.stride()[:3], nodes, call.slots,
-        topk, call.scale * math.log2(math.e), HEADS=heads, KV_HEADS=kv_heads, PAGE=page, DK=key_dim,
+    parts, rows = triton.cdiv(topk, SHARE), nodes * heads
+    acc = q.new_empty(batch, parts, rows, value_dim, dtype=torch.float32)
+    sums = q.new_empty(batch, parts, 2, rows, dtype=torch.float32)
+    chosen_kernel[(parts, rows, batch)](
+        q, call.key_cache, call.value_cache, call.scales, table, chosen, call.sinks, acc, sums, *q.stride()[:3], nodes,
+        call.slots, topk, call.scale * math.log2(math.e), HEADS=heads, KV_HEADS=kv_heads, PAGE=page, DK=key_dim,
         BLOCK_DK=triton.next_power_of_2(key_dim), DV=value_dim, BLOCK_DV=columns, SHARE=SHARE, BLOCK=BLOCK, num_warps=4,
     )  # fmt: skip
     # The parts of a row, merged in their order.
     out = call.empty_output()
-    merge_chosen_kernel[(rows,)](
-        acc, sums, call.sinks, out, parts, HEADS=heads, DV=value_dim, BLOCK_DV=columns, num_warps=1
+    merge_kernel[(rows, batch)](
+        acc, sums, out, nodes, parts, KV_HEADS=1, GROUP=heads, DV=value_dim, BLOCK_DV=columns, num_warps=1
     )
     return out
 
@@ -118,8 +119,8 @@ def scores_kernel(
 def chosen_kernel(
     q_ptr, key_cache_ptr, value_cache_ptr,  # [B, H, N, Dk] by its strides, [P, Hkv, S, Dk and Dv]
     scales_ptr, table_ptr,  # float32 [P, Hkv, S, 2] or None, [B, capacity / PAGE] or None (page b is row b)
-    chosen_ptr,  # int32 [B, N, topk]
-    acc_ptr, sums_ptr,  # float32 [B * N * H, parts, Dv] and [B * N * H, parts, 2], written
+    chosen_ptr, sinks_ptr,  # int32 [B, N, topk], [H] or None
+    acc_ptr, sums_ptr,  # float32 [B, parts, H * N, Dv] and [B, parts, 2, H * N], written
     stride_qb, stride_qh, stride_qn, nodes, capacity, topk, outer,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, PAGE: tl.constexpr, DK: tl.constexpr, BLOCK_DK: tl.constexpr,
     DV: tl.constexpr, BLOCK_DV: tl.constexpr, SHARE: tl.constexpr, BLOCK: tl.constexpr,
@@ -135,7 +136,12 @@ def chosen_kernel(
     chosen_ptr += (batch * nodes + node) * topk
 
     # A running softmax over blocks of the list. Entries of -1 come last, and blocks with nothing else are passed over.
+    # A sink is a key without a value, in the first part.
     acc, peak, total = tl.zeros([BLOCK_DV], tl.float32), float("-inf"), 0.0
+    if sinks_ptr is not None:
+        sink = tl.load(sinks_ptr + head).to(tl.float32) * 1.4426950408889634
+        peak = tl.where(part == 0, tl.ceil(sink), peak)
+        total = tl.where(part == 0, tl.exp2(sink - tl.ceil(sink)), total)
     for start in range(part * SHARE, (part + 1) * SHARE, BLOCK):
         entry = start + tl.arange(0, BLOCK)
         slot = tl.load(chosen_ptr + entry, mask=entry < topk, other=-1)
@@ -157,29 +163,9 @@ def chosen_kernel(
             next_acc, next_total = tl.sum(weights[:, None] * values, 0), tl.sum(weights, 0)
             acc, peak, total = fold(acc, peak, total, next_acc, next_peak, next_total)
 
-    # The part's sum, peak and total, which `merge_chosen_kernel` reads.
-    row = (batch * nodes + node) * HEADS + head
-    at = row * tl.num_programs(0) + part
-    tl.store(acc_ptr + at * DV + dv, acc, mask=dv < DV)
-    tl.store(sums_ptr + at * 2, peak)
-    tl.store(sums_ptr + at * 2 + 1, total)
-
-
-@triton.jit(do_not_specialize=["parts"])
-def merge_chosen_kernel(
-    acc_ptr, sums_ptr, sinks_ptr, out_ptr,  # as `chosen_kernel` has written them, [H] or None, [B * N * H, Dv], written
-    parts, HEADS: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
-):  # fmt: skip
-    """The sum of all parts of a row, from the first to the last, over its total. Grid (B * N * H,)."""
-    row, dv = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_DV)
-    acc, peak, total = tl.zeros([BLOCK_DV], tl.float32), float("-inf"), 0.0
-    for part in range(parts):
-        at = row * parts + part
-        next_acc = tl.load(acc_ptr + at * DV + dv, mask=dv < DV, other=0.0)
-        next_peak, next_total = tl.load(sums_ptr + at * 2), tl.load(sums_ptr + at * 2 + 1)
-        acc, peak, total = fold(acc, peak, total, next_acc, next_peak, next_total)
-    if sinks_ptr is not None:
-        sink = tl.load(sinks_ptr + row % HEADS).to(tl.float32) * 1.4426950408889634
-        acc, peak, total = fold(acc, peak, total, acc * 0.0, tl.ceil(sink), 0.0)
-        total += tl.exp2(sink - peak)
-    tl.store(out_ptr + row * DV + dv, acc / total, mask=dv < DV)
+    # The part's sum, peak and total, which `merge_kernel` reads.
+    row, rows = head * nodes + node, HEADS * nodes
+    at = batch * tl.num_programs(0) + part
+    tl.store(acc_ptr + (at * rows + row) * DV + dv, acc, mask=dv < DV)
+    tl.store(sums_ptr + at * 2 * rows + row, peak)
+    tl.store(sums_ptr + (at * 2 + 1) * rows + row, total)

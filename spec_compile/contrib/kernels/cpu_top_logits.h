@@ -30,24 +30,17 @@ inline float clean(BFloat16 x) {
     return clean(number);
 }
 
-template <int N> struct Vectors;
-#define SPEC_COMPILE_VECTORS(lanes)                                     \
-    template <> struct Vectors<lanes> {                                 \
-        typedef float Numbers __attribute__((vector_size(4 * lanes)));  \
-        typedef int32_t Bits __attribute__((vector_size(4 * lanes)));   \
-        typedef uint16_t Half __attribute__((vector_size(2 * lanes)));  \
-    };
-SPEC_COMPILE_VECTORS(4)
-SPEC_COMPILE_VECTORS(8)
-SPEC_COMPILE_VECTORS(16)
+template <class T, int N> struct Vector {
+    typedef T Type __attribute__((vector_size(sizeof(T) * N)));
+};
 
 // Operations on N numbers, as many as a register of the instructions holds.
 template <int N> struct Lanes {
-    using Numbers = typename Vectors<N>::Numbers;
-    using Bits = typename Vectors<N>::Bits;
+    using Numbers = typename Vector<float, N>::Type;
+    using Bits = typename Vector<int32_t, N>::Type;
 
     SPEC_COMPILE_INLINE static void read(Numbers& x, const BFloat16* logits) {
-        typename Vectors<N>::Half half;
+        typename Vector<uint16_t, N>::Type half;
         std::memcpy(&half, logits, sizeof half);
         const Bits bits = __builtin_convertvector(half, Bits) << 16;
         std::memcpy(&x, &bits, sizeof x);

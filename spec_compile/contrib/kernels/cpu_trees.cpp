@@ -5,7 +5,6 @@
 #include <array>
 #include <cmath>
 #include <cstdint>
-#include <limits>
 #include <stdexcept>
 #include <vector>
 
@@ -18,7 +17,7 @@ namespace nb = nanobind;
 namespace {
 
 constexpr int kMost = 64;  // nodes of a tree
-constexpr float kNever = -std::numeric_limits<float>::infinity();
+using spec_compile::kLeast;
 
 // Arguments are tuples of addresses and sizes, because each argument of a call takes time.
 struct Given {
@@ -45,7 +44,7 @@ int64_t unroll(const int32_t* table, int64_t vocab, int count, int64_t root, boo
         found += is_real;
         ids[node] = token;
         parents[node] = chosen < 0 ? -1 : chosen / count;
-        scores[node] = is_real ? 0.0f - float(loss) * 0.0625f : kNever;
+        scores[node] = is_real ? 0.0f - float(loss) * 0.0625f : kLeast;
         for (int child = 0; child < count; child++) {
             offers[end] = INT64_MAX;
             if (level < levels && token >= 0 && token < vocab) {
@@ -176,7 +175,7 @@ void merge(const Source& head, const float* scores, const Source& trie, int64_t 
     std::array<int, 2 * kMost> order, place;
     for (int i = 0; i < all; i++) {
         order[i] = i;
-        if (i && !is_draft[i]) worth[i] = kNever;
+        if (i && !is_draft[i]) worth[i] = kLeast;
     }
     std::stable_sort(order.begin(), order.begin() + all, [&](int a, int b) { return worth[a] > worth[b]; });
     for (int i = 0; i < all; i++) place[order[i]] = i;
@@ -184,7 +183,7 @@ void merge(const Source& head, const float* scores, const Source& trie, int64_t 
     *count = 0;
     for (int i = 0; i < nodes; i++) {
         const int node = i < all ? order[i] : 0;
-        const bool is_real = i < all && worth[node] > kNever;
+        const bool is_real = i < all && worth[node] > kLeast;
         tokens[i] = !is_real ? 0 : node < size ? head.tokens[node] : trie.tokens[node - size];
         parents[i] = !is_real ? 0 : i ? (place[up[node]] < nodes ? place[up[node]] : 0) : -1;
         *count += is_real;

@@ -35,10 +35,9 @@ def in_words(experts: Tensor) -> Tensor:
     """Contiguous experts [E, ...] as [E, words], in the widest words that divide an expert's bytes."""
     rows = experts.detach().view(len(experts), -1)
     size = rows.shape[1] * rows.element_size()
-    for dtype in (torch.int64, torch.int32, torch.int16):
-        if size % dtype.itemsize == 0 and experts.data_ptr() % dtype.itemsize == 0:
-            return rows.view(torch.uint8).view(dtype)
-    return rows.view(torch.uint8)
+    widths = torch.int64, torch.int32, torch.int16, torch.uint8
+    dtype = next(each for each in widths if size % each.itemsize == 0 == experts.data_ptr() % each.itemsize)
+    return rows.view(torch.uint8).view(dtype)
 
 
 @triton.jit(do_not_specialize=["pairs"])

@@ -156,31 +156,26 @@ class LinkedBlockProposer(BlockProposer):
         logits [B, first + P, Vd], normed [B, first + P, h]: the draft's output at a block, whose `first` rows draft
         nothing.
         """
-        root = state.tree_tokens[:, 0].clone()
+        root, block = state.tree_tokens[:, 0].clone(), LinkedBlock(self, logits, normed)
         if self.drawn is not None:
-            return self._draw(state, root, LinkedBlock(self, logits, normed))
-        propose_full(state, *self.likeliest(root, logits, normed))
+            return self._draw(state, root, block)
+        if not self.is_tree:
+            return propose_full(state, *self.chain(root, block))
+        candidates = block.to_target(block.ids)
+        if self.transition.is_first_order:
+            tree = lattice_tree(root, candidates, block.table(root, candidates), self.nodes)
+        else:
+            tree = grow_levels(root, candidates.shape[1], block.follow, block.start[:, 0], self.nodes)
+        propose_full(state, *tree)
 
-    def likeliest(self, root: Tensor, logits: Tensor, normed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The chain of the likeliest tokens, or the best trees over the candidates: tokens, parents, scores [B, N]."""
-        if self.is_tree:
-            block = LinkedBlock(self, logits, normed)
-            candidates = block.to_target(block.ids)
-            if self.transition.is_first_order:
-                return lattice_tree(root, candidates, block.table(root, candidates), self.nodes)
-            return grow_levels(root, candidates.shape[1], block.follow, block.start[:, 0], self.nodes)
-        tokens, logprobs = self.chain(root, logits, normed, self.nodes - 1)
-        return tokens, chain_parents(root, self.nodes), chain_scores(logprobs)
+    def chain(self, root: Tensor, block: "LinkedBlock") -> tuple[Tensor, Tensor, Tensor]:
+        """The likeliest token after the one before, place by place, below the root: tokens, parents, scores [B, N].
 
-    def chain(self, root: Tensor, logits: Tensor, normed: Tensor, length: int) -> tuple[Tensor, Tensor]:
-        """The likeliest token after the one before, place by place, below the root.
-
-        Returns the target's ids [B, 1 + length] from the root on, and for each draft [B, length] the logarithm of the
-        chance that it is accepted: as the draft predicts it, or else its probability among the candidates.
+        Scores sum logarithms of the chances that drafts are accepted: as the draft predicts them, or else their
+        probabilities among the candidates.
         """
-        block, tokens, logprobs = LinkedBlock(self, logits, normed), [root[:, None]], []
-        carried = block.start
-        for place in range(length):
+        tokens, logprobs, carried = [root[:, None]], [], block.start
+        for place in range(self.nodes - 1):
             # The likeliest candidate after the last token, as the target's id.
             scores, carried = block.scores(place, tokens[-1], carried)
             logprob, best = top_logits(scores[:, 0], 1, 1.0)
@@ -188,8 +183,9 @@ class LinkedBlockProposer(BlockProposer):
             tokens.append(best if block.ids is None else block.ids[:, place].gather(1, best))
             tokens[-1] = block.to_target(tokens[-1])
         path = torch.cat(tokens, dim=1)
-        predicted = self.draft.log_confidence(block.normed[:, :length], path[:, :-1])
-        return path, torch.cat(logprobs, dim=1) if predicted is None else predicted
+        predicted = self.draft.log_confidence(block.normed[:, : self.nodes - 1], path[:, :-1])
+        scores = chain_scores(torch.cat(logprobs, dim=1) if predicted is None else predicted)
+        return path, chain_parents(root, self.nodes), scores
 
     def _draw(self, state: State, root: Tensor, block: "LinkedBlock") -> None:
         """Propose a chain whose tokens are drawn one after the other."""
@@ -267,21 +263,15 @@ class LinkedBlock:
         distribution, c is 1.
         """
         scores, carried = self.scores(place, previous, carried)
-        logprobs = self._normed(scores, self.logprobs[:, place])
+        total = scores.logsumexp(dim=-1, keepdim=True)
+        # A transition over all tokens also shifts those that are no candidates. Their total probability is taken
+        # without it, because the sum over all tokens would cost a product with the output matrix for each node.
+        if self.transition.candidates is None:
+            others = (1 - self.logprobs[:, place].exp().sum(dim=-1)).clamp(min=TINY).log()
+            total = torch.logaddexp(total, others[..., None, None])
+        logprobs = scores - total
         predicted = self.draft.log_confidence(self.normed[:, place, None], previous)
         return logprobs if predicted is None else logprobs + predicted[..., None], carried
-
-    def _normed(self, scores: Tensor, unlinked: Tensor) -> Tensor:
-        """Logits [..., W, K] of candidates as log-probabilities. unlinked [..., K]: theirs without the transition.
-
-        A transition over all tokens also shifts those that are no candidates. Their total probability is taken without
-        the transition, because the sum over all tokens would cost a product with the output matrix for each node.
-        """
-        total = scores.logsumexp(dim=-1, keepdim=True)
-        if self.transition.candidates is None:
-            others = (1 - unlinked.exp().sum(dim=-1)).clamp(min=TINY).log()
-            total = torch.logaddexp(total, others[..., None, None])
-        return scores - total
 
 
 # Its format: the config of a draft of the kin, and the parts that it asks for.

@@ -3,11 +3,10 @@
 import copy
 import hashlib
 import math
-from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property, lru_cache
 from itertools import count, groupby
-from threading import Lock
 from typing import Any
 
 import torch
@@ -31,23 +30,13 @@ MOST_NUMBERS = 1 << 16
 """Pictures whose contents have a number at once; those that came last."""
 
 
-class Numbers:
-    """Numbers for contents, which are never given twice. They are negative, so that no token has one."""
-
-    def __init__(self) -> None:
-        self._of: OrderedDict[bytes, int] = OrderedDict()
-        self._next, self._lock = count(1), Lock()
-
-    def of(self, digest: bytes) -> int:
-        with self._lock:
-            number = self._of.pop(digest, None)
-            self._of[digest] = number = -next(self._next) if number is None else number
-            if len(self._of) > MOST_NUMBERS:
-                self._of.popitem(last=False)
-            return number
+_numbers = count(-1, -1)
 
 
-NUMBERS = Numbers()
+@lru_cache(MOST_NUMBERS)
+def number_of(digest: bytes) -> int:
+    """A number for contents with this hash, which no others are given. It is negative, so that no token has it."""
+    return next(_numbers)
 
 
 def digest_of(parts: dict[str, Tensor]) -> bytes:
@@ -87,11 +76,9 @@ class LanguageCall(Exception):
         self.arguments = arguments
 
 
-class StopsBeforeTheText:
-    """Put in front of a language model's class, makes its forward raise its arguments."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> None:
-        raise LanguageCall({f"argument {number}": value for number, value in enumerate(args)} | kwargs)
+def stop_before_the_text(*args: Any, **kwargs: Any) -> None:
+    """A language model's forward, which raises its arguments."""
+    raise LanguageCall({f"argument {number}": value for number, value in enumerate(args)} | kwargs)
 
 
 class PicturePrefill(OwnPrefill):
@@ -112,8 +99,6 @@ class PicturePrefill(OwnPrefill):
         if engine.options.ranks.size > 1:
             raise ValueError("pixel_values: pictures are read in one process; leave out tensor_parallel")
         self._model, self._prompt, self._call = model, prompt, call
-        self._embedded: dict[str, Any] | None = None
-        self._is_read = False
         self.end, self.offset = len(ids) - 1, (prompt.position_offsets or [0])[0]
         self.until = max((number for number, token in enumerate(ids, 1) if token in places), default=math.inf)
         # The sums of the model's own forward are not promised to be the same in any piece.
@@ -133,15 +118,15 @@ class PicturePrefill(OwnPrefill):
         return [
             token
             for run in runs
-            for token in (run if run[0] not in places else [NUMBERS.of(digest_of(next(parts)))] * len(run))
+            for token in (run if run[0] not in places else [number_of(digest_of(next(parts)))] * len(run))
         ]
 
     def begins(self, known: int) -> bool:
-        return super().begins(known) or self._embed() is not None
+        return super().begins(known) or self._embedded is not None
 
     def pieces(self, state: State, known: int, taps: tuple[int, ...]) -> Iterator[Past]:
-        engine, embedded = self._engine, self._embed()
-        self._embedded, self._is_read = None, False  # another sequence, or a second time, reads the pictures again
+        engine, embedded = self._engine, self._embedded
+        del self._embedded  # another sequence, or a second time, reads the pictures again
         if embedded is None:
             yield self._whole(taps)
             return
@@ -169,11 +154,10 @@ class PicturePrefill(OwnPrefill):
             self.keys = None
         return past
 
-    def _embed(self) -> dict[str, Any] | None:
+    @cached_property
+    def _embedded(self) -> dict[str, Any] | None:
         """The arguments of the language model for all tokens but the last; None if it takes no part of them."""
-        if self._is_read:
-            return self._embedded
-        self._is_read, engine = True, self._engine
+        engine = self._engine
         described, taps = engine.described, engine.runtime.algorithm.plan.taps
         # A recurrence's own forward may not go on from a state, and a tap of the head needs all of a forward.
         if described.recurrences or described.indexes or FINAL in taps or engine.cache_layout is None:
@@ -182,14 +166,10 @@ class PicturePrefill(OwnPrefill):
         path = next((name for name, each in outer.named_modules() if each is engine.original.get_decoder()), "")
         module = outer
         for name in path.split("."):
-            inner = module._modules.get(name)
-            if inner is None:
+            if name not in module._modules:
                 return None
-            cls = type(inner)
-            is_last = inner is engine.original.get_decoder()
-            made = type(cls.__name__, (StopsBeforeTheText, cls), {"__module__": cls.__module__}) if is_last else cls
-            module._modules[name] = module = shallow(inner, made)
-        vars(module).pop("forward", None)
+            module._modules[name] = module = shallow(module._modules[name])
+        vars(module)["forward"] = stop_before_the_text
         call = self._call
         kwargs = call.model_kwargs | {"use_cache": True, CACHE: DynamicCache()}
         for name in {"attention_mask", "position_ids", *TOKEN_TYPES} & kwargs.keys():
@@ -197,8 +177,9 @@ class PicturePrefill(OwnPrefill):
         try:
             outer._prefill(call.input_ids[:, :-1], call.config, kwargs)
         except LanguageCall as told:
-            self._embedded = told.arguments if is_divisible(told.arguments, self.end) else None
-        return self._embedded
+            if is_divisible(told.arguments, self.end):
+                return told.arguments
+        return None
 
 
 def is_divisible(arguments: dict[str, Any], length: int) -> bool:

@@ -133,14 +133,8 @@ class Comparison:
             shown = coloured(run.pieces).wrap(console, (console.width // 2 if wide else console.width) - 4)
             text = Text("\n").join(shown[-lines:] if lines else shown)
             rest = "\n" * (lines - 1 - text.plain.count("\n")) if lines else ""
-            panes.append(
-                Panel(
-                    Text.assemble(text, rest),
-                    title=f"[bold]{run.title}[/bold]",
-                    subtitle=run.status,
-                    border_style="dim",
-                )
-            )
+            body, title = Text.assemble(text, rest), f"[bold]{run.title}[/bold]"
+            panes.append(Panel(body, title=title, subtitle=run.status, border_style="dim"))
         if not wide:
             return Group(*panes)
         for _ in panes:

@@ -93,18 +93,15 @@ class Fragments:
     def text_of(self, token: int) -> str:
         """The text that one more token adds."""
         self._ids.append(token)
-        text = self._rest()
-        if text.endswith("�"):
-            return ""
-        self._begin, self._read = self._read, len(self._ids)
-        return text
-
-    def _rest(self) -> str:
         known, text = (
             self._tokenizer.decode(self._ids[self._begin : end], skip_special_tokens=True)
             for end in (self._read, len(self._ids))
         )
-        return text[len(known) :]
+        added = text[len(known) :]
+        if added.endswith("�"):
+            return ""
+        self._begin, self._read = self._read, len(self._ids)
+        return added
 
 
 class SourcedStreamer(BaseStreamer):

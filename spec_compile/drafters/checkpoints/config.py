@@ -165,13 +165,12 @@ class DraftConfig:
             fields["head_dim"] = self.layer["qk_rope_head_dim"]  # the part of a head that RoPE turns
         with valid():
             config = LlamaConfig(**fields)
-            check_rope_theta("rope_theta", config.rope_parameters["rope_theta"])
+            rope = config.rope_parameters
+            check_rope_theta("rope_theta", rope["rope_theta"])
+            partial = self.layer.get("partial_rotary_factor") or rope.get("partial_rotary_factor") or 1.0
+            rope["partial_rotary_factor"] = partial
             rotary(config, torch.device("cpu"))
             ACT2FN[config.hidden_act]
-        rope = config.rope_parameters
-        partial = self.layer.get("partial_rotary_factor") or rope.get("partial_rotary_factor") or 1.0
-        if partial != 1.0:
-            rope["partial_rotary_factor"] = partial
         interleaved = not self.latent and False in (self.get("is_neox_style"), self.get("rope_is_neox_style"))
         for problem, has_it in (
             (f"RoPE of type {rope['rope_type']!r}, which changes with the length", rope["rope_type"] in GROWING_ROPE),

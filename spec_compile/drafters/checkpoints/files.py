@@ -147,9 +147,6 @@ class Checkpoint:
             if name.endswith(CACHE_SCALES):
                 self.ignore(name, "a scale of a cache in FP8, and drafts keep theirs in 16 bits")
 
-    def __contains__(self, name: str) -> bool:
-        return name in self.shapes
-
     def ignore(self, name: str, why: str) -> None:
         """Leave a tensor out, if it is there, and say so."""
         if name in self._left:
@@ -355,7 +352,7 @@ class Target:
 
     def skip_copy(self, checkpoint: Checkpoint, name: str | None, shared: Tensor) -> None:
         """Leave a tensor out, if it is there, because the target's is used, and say if the two differ."""
-        if name is not None and name in checkpoint:
+        if name is not None and name in checkpoint.shapes:
             same = likeness(checkpoint, name, shared) > 0.99
             checkpoint.ignore(name, "a copy of the target's" if same else "the target's is used, though it is another")
 

@@ -18,16 +18,7 @@ from transformers import AutoConfig, LlamaConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, rotate_half
 
 from ...runtime.state import State
-from ..checkpoints.config import (
-    ONLY,
-    SLIDING,
-    SPECULATORS,
-    DraftConfig,
-    check_taps,
-    comma_separated,
-    describe_layers,
-    valid,
-)
+from ..checkpoints.config import SLIDING, SPECULATORS, DraftConfig, check_taps, comma_separated, describe_layers, valid
 from ..checkpoints.draft_files import DraftFiles
 from ..checkpoints.files import Target, likeness, load_pickled
 from ..shared_draft import DraftWeights
@@ -205,7 +196,7 @@ class DFlashConfig(DraftConfig):
     drafts_first: True if the first slot of a block drafts, too, unless the config says otherwise.
     """
 
-    only = ONLY | {
+    only = DraftConfig.only | {
         "projector_type": ("dflash",),
         "attention_sink_bias": (False,),
         "add_swa_attention_sink_bias": (False,),
@@ -421,7 +412,7 @@ def _output(files: DraftFiles, config: DFlashConfig, target: Target) -> tuple[Te
 
 def _mask_embedding(files: DraftFiles, draft: DFlashDraft) -> Tensor | None:
     """The embedding [h] of the mask, if it does not lie in the target's embedding (MiMo)."""
-    if "mask_embedding" in files.checkpoint:
+    if "mask_embedding" in files.checkpoint.shapes:
         value = files.checkpoint.take_weight("mask_embedding")
     else:
         path = files.fetch(MASK_FILE)

@@ -20,15 +20,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from ...capture.copies import shallow
 from ...passes.outputs import FINAL
-from ..checkpoints.config import (
-    SPECULATORS,
-    DraftConfig,
-    Taps,
-    comma_separated,
-    describe_layers,
-    find_taps,
-    override_taps,
-)
+from ..checkpoints.config import SPECULATORS, DraftConfig, comma_separated, describe_layers, find_taps, override_taps
 from ..checkpoints.draft_files import DraftFiles
 from ..checkpoints.files import Target, likeness
 from .layers import ONE_LAYER, JoinedLayer, Layer, LayerKnobs, rotary
@@ -152,7 +144,6 @@ class EagleHead(Head):
 class Eagle3Head(Head):
     """EAGLE-3: fc joins several of the target's states; the first layer reads [embedding; state], 2H wide.
 
-    draft_vocab_size: rows of the head's own output matrix (None: `head_weight` is given).
     feature_size: h.
     fc: False: the one tapped state is the head's state (``use_aux_hidden_state: false``).
     fc_norm: an RMSNorm for each tapped state.
@@ -169,8 +160,7 @@ class Eagle3Head(Head):
         embedding: Tensor,
         taps: tuple[int, ...],
         feature_size: int,
-        head_weight: Tensor | None = None,
-        draft_vocab_size: int | None = None,
+        head_weight: Tensor,
         layer: LayerKnobs = ONE_LAYER,
         fc: bool = True,
         fc_bias: bool = False,
@@ -180,8 +170,6 @@ class Eagle3Head(Head):
         recycle_normed: bool = False,
     ):
         size, eps = config.hidden_size, config.rms_norm_eps
-        if head_weight is None:
-            head_weight = nn.Parameter(torch.zeros(draft_vocab_size, size))
         super().__init__(embedding, head_weight, size, taps, layer.num_layers)
         self.recycle_normed = recycle_normed
         self.fc_norm = nn.ModuleList(LlamaRMSNorm(feature_size, eps) for _ in taps) if fc_norm else None
@@ -303,16 +291,16 @@ def read_eagle3(
     # Make the head without weights, and fill it.
     embedding = _embedding(files, config, target)
     rows = files.output_rows(config.get("draft_vocab_size"), llama.hidden_size, target)
-    head_weight = target.head_weight if rows is None else None
     with torch.device("meta"):
-        head = head_class(llama, embedding, taps, feature_size, head_weight, rows, knobs, **flags)
+        output = target.head_weight if rows is None else nn.Parameter(torch.zeros(rows, llama.hidden_size))
+        head = head_class(llama, embedding, taps, feature_size, output, knobs, **flags)
     head.draft_to_target = files.draft_to_target(head.head_weight.shape[0], target)
     files.fill(head, target)
-    others = _other_readings(config, reading, flags["recycle_normed"], embedding.device)
+    others = _other_readings(config, reading.other, flags["recycle_normed"], embedding.device)
     head.open_knobs = {knob: other for knob, other in others.items() if knob not in overrides}
     head.flavour = head_class.flavour
     head.flavour += " (speculators)" if config.speculators else " (DeepSpec)" if config.deepspec else ""
-    output = "the target's" if rows is None else f"its own, {rows} of {target.vocab_size} tokens"
+    whose = "the target's" if rows is None else f"its own, {rows} of {target.vocab_size} tokens"
     head.report = [
         f"{head.flavour} head from {files.draft}",
         f"reads states {comma_separated(taps)} ({'as told' if 'taps' in overrides else reading.why})",
@@ -320,7 +308,7 @@ def read_eagle3(
         describe_layers(llama, knobs),
         *config.notes,
         "embedding: " + ("the target's" if embedding is target.embedding else "its own"),
-        f"output matrix: {output}",
+        f"output matrix: {whose}",
         *files.checkpoint.ignored,
     ]
     return head.eval()
@@ -353,7 +341,9 @@ def _embedding(files: DraftFiles, config: DraftConfig, target: Target) -> Tensor
     """
     checkpoint, name = files.checkpoint, files.names.get("embedding", "embed_tokens.weight")
     size, shared = config.layer["hidden_size"], target.embedding
-    trained = name in checkpoint and config.get("embed_requires_grad") and likeness(checkpoint, name, shared) > 0.5
+    trained = (
+        name in checkpoint.shapes and config.get("embed_requires_grad") and likeness(checkpoint, name, shared) > 0.5
+    )
     if not trained and size == target.hidden_size:
         target.skip_copy(checkpoint, name, shared)
         return shared
@@ -362,12 +352,15 @@ def _embedding(files: DraftFiles, config: DraftConfig, target: Target) -> Tensor
 
 
 def _other_readings(
-    config: DraftConfig, reading: Taps, recycle_normed: bool, device: torch.device
+    config: DraftConfig, taps: tuple[int, ...] | None, recycle_normed: bool, device: torch.device
 ) -> dict[str, tuple[str, dict]]:
-    """Each knob of the head that a config leaves open -> its other meaning, and the attributes that it changes."""
+    """Each knob of the head that a config leaves open -> its other meaning, and the attributes that it changes.
+
+    taps: by the other meaning of the config's list (None: it has one).
+    """
     others: dict[str, tuple[str, dict]] = {}
-    if reading.other is not None:
-        others["taps"] = f"taps {comma_separated(reading.other)}", {"taps": reading.other}
+    if taps is not None:
+        others["taps"] = f"taps {comma_separated(taps)}", {"taps": taps}
     if config.get("norm_output") and not config.speculators:  # its meaning depends on the publisher, see `_flags`
         others["recycle_normed"] = f"recycle_normed={not recycle_normed}", {"recycle_normed": not recycle_normed}
     if "LlamaForCausalLMEagle3" in config.architectures and config.get("norm_output") is False:

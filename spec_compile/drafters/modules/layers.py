@@ -7,14 +7,14 @@ c = norm(W_c x), [k_h; v_h] = W_h c, key_h = [k_h; RoPE(W_r x)]. The cache holds
 Shapes: B rows, T slots, H the draft's hidden size.
 """
 
-import copy
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import apply_rotary_pos_emb_interleave
-from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
+from transformers.models.glm4_moe import modeling_glm4_moe as of_parts
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, apply_rotary_pos_emb
 
 from ...kernels import ops
 
@@ -138,7 +138,8 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
         q, k, v = (project(x).unflatten(2, (-1, self.head_dim)) for project in (self.q_proj, self.k_proj, self.v_proj))
         q, k, v = (heads.transpose(1, 2) for heads in (self.q_norm(q), self.k_norm(k), v))
-        q, k = turn(q, k, rope)
+        is_whole = rope[0].shape[-1] == self.head_dim  # else RoPE turns the first numbers of each head
+        q, k = (apply_rotary_pos_emb if is_whole else of_parts.apply_rotary_pos_emb)(q, k, *rope)
         out = ops.attention(q, k, v, None, self.head_dim**-0.5, self.window, None, self.number)
         return self.o_proj(out.flatten(2))
 
@@ -185,25 +186,10 @@ class JoinedLayer(Layer):
         return self._attend(normed if self.norm_before_residual else state, x, rope)
 
 
-def turn(q: Tensor, k: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Queries and keys [B, heads, T, D] with RoPE on the first R numbers of each head. rope: two of [B, T, R]."""
-    size, rest = rope[0].shape[-1], q.shape[-1] - rope[0].shape[-1]
-    if not rest:
-        return apply_rotary_pos_emb(q, k, *rope)
-    (q, q_rest), (k, k_rest) = (heads.split([size, rest], dim=-1) for heads in (q, k))
-    q, k = apply_rotary_pos_emb(q, k, *rope)
-    return torch.cat([q, q_rest], dim=-1), torch.cat([k, k_rest], dim=-1)
-
-
-def rotary(config: LlamaConfig, device: torch.device) -> LlamaRotaryEmbedding:
+def rotary(config: LlamaConfig, device: torch.device) -> of_parts.Glm4MoeRotaryEmbedding:
     """The rotary embedding of a draft's own config: (x, positions [B, T]) -> cos, sin [B, T, R].
 
     R is the head size, or the part of it that ``partial_rotary_factor`` says.
     """
-    rope = dict(config.rope_parameters)
-    part = rope.pop("partial_rotary_factor", None) or 1.0
-    if part != 1.0:
-        config = copy.deepcopy(config)
-        config.head_dim, config.rope_parameters = int(config.head_dim * part), rope
     with torch.device(device):
-        return LlamaRotaryEmbedding(config)
+        return of_parts.Glm4MoeRotaryEmbedding(config)

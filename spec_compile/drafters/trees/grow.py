@@ -82,6 +82,19 @@ class Schedule:
         """Nodes below the root among which the best are verified."""
         return self.topk + (self.num_steps - 1) * self.topk**2
 
+    @property
+    def ranks(self) -> list[int]:
+        """For each level, candidates below each node of the level before that gets children."""
+        return [self.topk] * self.num_steps
+
+    def inner(self, level: int, scores: Tensor) -> Tensor:
+        """The columns of a level's candidates, with these scores [B, M], that get children."""
+        return highest(scores, self.topk)
+
+    def pick(self, tokens: Tensor, above: Tensor, scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The verified ones of all candidates: see `best_nodes`."""
+        return best_nodes(tokens, above, scores, self.nodes)
+
 
 class Step(Protocol):
     """One forward of the draft over a block of R nodes."""
@@ -172,12 +185,13 @@ def _sorted_paths(choices: Collection[Sequence[int]]) -> list[tuple[int, ...]]:
 class StaticTree(nn.Module):
     """A tree of one shape, as EAGLE-1 grows it: a node's children are its likeliest tokens, by the ranks in `choices`.
 
-    Its tables are buffers, so move it to the draft's device. A level's candidates are the `ranks` likeliest tokens of
-    each node of the level before that has children. picked: the candidates that are nodes. inner: the nodes that have
-    children. above: the parents of those, among the nodes before that have children. The choices (0,), (1,), (1, 0) and
-    (1, 2) give the parents [-1, 0, 0, 2, 2], at level 1 picked [0, 1] of 2 ranks and inner [1], at level 2 picked
-    [0, 2] of 3 ranks.
+    It stands in for a `Schedule`. Its tables are buffers, so move it to the draft's device. kept: the candidates that
+    are nodes, in the numbers of `_grow_tree`. inner: the columns of a level's candidates that get children. The choices
+    (0,), (1,), (1, 0) and (1, 2) give the parents [-1, 0, 0, 2, 2], at level 1 inner [1] of 2 ranks, at level 2 3 ranks
+    below that node, and kept [0, 1, 2, 3, 5].
     """
+
+    score_temperature = 1.0
 
     def __init__(self, choices: Collection[Sequence[int]] = tuple(EAGLE1_CHOICES)):
         """`choices`: see `_sorted_paths`."""
@@ -187,51 +201,29 @@ class StaticTree(nn.Module):
         self.nodes, self.num_steps = len(number), len(paths[-1])
         self._table("parents", [-1, *(number[path[:-1]] for path in paths)])
 
-        parents = [()]  # nodes of the level before that have children
-        fed = {}  # nodes that are fed to the draft, and their rows
-        self.widths, self.ranks = [], []
+        parents, kept, first = [()], [0], 1  # nodes of the level before that have children; candidate of the level
+        self.ranks = list[int]()
         for level in range(1, self.num_steps + 1):
             level_paths = [path for path in paths if len(path) == level]
-            inner = [path for path in level_paths if any(other[:-1] == path for other in paths)]
             ranks = 1 + max(path[-1] for path in level_paths)
-            self._table(f"picked_{level}", [parents.index(path[:-1]) * ranks + path[-1] for path in level_paths])
-            self._table(f"inner_{level}", [level_paths.index(path) for path in inner])
-            self._table(f"above_{level}", [parents.index(path[:-1]) for path in inner])
-            self.widths.append(len(inner))
+            columns = {path: parents.index(path[:-1]) * ranks + path[-1] for path in level_paths}
+            kept += [first + column for column in columns.values()]
+            first += len(parents) * ranks
+            parents = [path for path in level_paths if any(other[:-1] == path for other in paths)]
+            self._table(f"inner_{level}", [columns[path] for path in parents])
             self.ranks.append(ranks)
-            for path in inner:
-                fed[path] = len(fed)
-            parents = inner
-        seen = [sum(1 << fed[path[:end]] for end in range(1, len(path) + 1)) for path in fed]
-        self._table("ancestors", seen)
-        self._table("depth", [len(path) for path in fed])
-        self.fed = len(fed)
+        self._table("kept", kept)
+        self.fed = len({path[:-1] for path in paths} - {()})
 
     def _table(self, name: str, values: list[int]) -> None:
         self.register_buffer(name, torch.tensor(values, dtype=torch.int64), persistent=False)
 
-    def forward(
-        self, root: Tensor, logits: Tensor, hidden: Tensor, step: Step, draft_to_target: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """See `grow`. Scores are at temperature 1."""
-        batch, device = root.shape[0], root.device
-        tokens, scores = [root[:, None]], [torch.zeros(batch, 1, device=device)]
-        fed_tokens, fed_hidden = root.new_empty(batch, 0), hidden.new_empty(batch, 0, hidden.shape[1])
-        above, hidden, logits = scores[0], hidden[:, None], logits[:, None]
-        for level, (width, ranks) in enumerate(zip(self.widths, self.ranks), 1):
-            inner, picked = getattr(self, f"inner_{level}"), getattr(self, f"picked_{level}")
-            below, ids = (x.index_select(1, picked) for x in children(above, logits, ranks, 1.0, draft_to_target))
-            tokens.append(ids)
-            scores.append(below)
-            if width:
-                above = below.index_select(1, inner)
-                fed_tokens = torch.cat([fed_tokens, ids.index_select(1, inner)], dim=1)
-                fed_hidden = torch.cat([fed_hidden, hidden.index_select(1, getattr(self, f"above_{level}"))], dim=1)
-                rows = fed_tokens.shape[1]
-                ancestors = self.ancestors[:rows].expand(batch, rows)
-                hidden, logits = step(fed_tokens, fed_hidden, ancestors, self.depth[:rows], 0, width)
-                hidden = hidden[:, -width:]
-        return torch.cat(tokens, dim=1), self.parents.expand(batch, -1), torch.cat(scores, dim=1)
+    def inner(self, level: int, scores: Tensor) -> Tensor:
+        return getattr(self, f"inner_{level}").expand(scores.shape[0], -1)
+
+    def pick(self, tokens: Tensor, above: Tensor, scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        tokens, scores = (x.index_select(1, self.kept) for x in (tokens, scores))
+        return tokens, self.parents.expand(tokens.shape[0], -1), scores
 
 
 def grow(
@@ -252,9 +244,8 @@ def grow(
     Parents come before children and siblings differ. The nodes of an EAGLE-2 tree go from the best score down, so its
     first n nodes are the tree of n nodes. ValueError if Vd is less than topk, or than the ranks of a static tree.
     """
-    if isinstance(schedule, StaticTree):
-        return schedule(root, logits, hidden, step, draft_to_target)
-    return (_grow_chain if schedule.topk == 1 else _grow_tree)(schedule, root, logits, hidden, step, draft_to_target)
+    is_chain = isinstance(schedule, Schedule) and schedule.topk == 1
+    return (_grow_chain if is_chain else _grow_tree)(schedule, root, logits, hidden, step, draft_to_target)
 
 
 def highest(scores: Tensor, count: int) -> Tensor:
@@ -293,15 +284,16 @@ def _grow_chain(
 
 
 def _grow_tree(
-    schedule: Schedule, root: Tensor, logits: Tensor, hidden: Tensor, step: Step, draft_to_target: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Candidates are numbered level by level, the root being 0; the best of all are kept.
+    schedule: Schedule | StaticTree, root: Tensor, logits: Tensor, hidden: Tensor, step: Step,
+    draft_to_target: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Candidates are numbered level by level, the root being 0; the schedule picks nodes among all.
 
-    Each level's `topk` best candidates are fed to the draft, in rows after the levels before. With topk = 2,
-    rows [0, 1 | 2, 3] have the depths [1, 1 | 2, 2]; if rows 2 and 3 are children of row 1, their ancestors are
-    [0b0110, 0b1010].
+    A level's next frontier, its best candidates or static ones, is fed to the draft, in rows after the levels before.
+    With topk = 2, rows [0, 1 | 2, 3] have the depths [1, 1 | 2, 2]; if rows 2 and 3 are children of row 1, their
+    ancestors are [0b0110, 0b1010].
     """
-    batch, topk, device = root.shape[0], schedule.topk, root.device
+    batch, device = root.shape[0], root.device
     number = torch.arange(MAX_NODES, device=device)
     tokens, scores = [root[:, None]], [torch.zeros(batch, 1, device=device)]
     above = [torch.full((batch, 1), -1, device=device)]  # number of each candidate's parent
@@ -310,30 +302,32 @@ def _grow_tree(
     frontier_scores, hidden, logits = scores[0], hidden[:, None], logits[:, None]
     fed_tokens, fed_hidden = root.new_empty(batch, 0), hidden.new_empty(batch, 0, hidden.shape[2])
     ancestors = seen = root.new_empty(batch, 0)
+    depth = root.new_empty(0)
     first = 1  # candidate of the level
-    for level in range(1, schedule.num_steps + 1):
+    for level, ranks in enumerate(schedule.ranks, 1):
         # The frontier's children become candidates.
-        below, ids = children(frontier_scores, logits, topk, schedule.score_temperature, draft_to_target)
+        below, ids = children(frontier_scores, logits, ranks, schedule.score_temperature, draft_to_target)
         tokens.append(ids)
         scores.append(below)
-        above.append(frontier.repeat_interleave(topk, dim=1))
+        above.append(frontier.repeat_interleave(ranks, dim=1))
         if level == schedule.num_steps:
             break
-        # The best of them are the next frontier, and are fed to the draft after all frontiers before.
-        best = highest(below, topk)
+        # Some of them are the next frontier, and are fed to the draft after all frontiers before.
+        best = schedule.inner(level, below)
+        width = best.shape[1]
         frontier, frontier_scores = first + best, below.gather(1, best)
         first += below.shape[1]
-        itself = torch.ones_like(best) << number[fed_tokens.shape[1] :][:topk]
-        seen = itself if level == 1 else itself | seen.gather(1, best // topk)
+        itself = torch.ones_like(best) << number[fed_tokens.shape[1] :][:width]
+        seen = itself if level == 1 else itself | seen.gather(1, best // ranks)
         ancestors = torch.cat([ancestors, seen], dim=1)
         fed_tokens = torch.cat([fed_tokens, ids.gather(1, best)], dim=1)
-        fed_hidden = torch.cat([fed_hidden, gather_rows(hidden, best // topk)], dim=1)
-        depth = number[: fed_tokens.shape[1]] // topk + 1
-        hidden, logits = step(fed_tokens, fed_hidden, ancestors, depth, 0, topk)
-        hidden = hidden[:, -topk:]
+        fed_hidden = torch.cat([fed_hidden, gather_rows(hidden, best // ranks)], dim=1)
+        depth = torch.cat([depth, depth.new_full((width,), level)])
+        hidden, logits = step(fed_tokens, fed_hidden, ancestors, depth, 0, width)
+        hidden = hidden[:, -width:]
 
     tokens, scores, above = (torch.cat(parts, dim=1) for parts in (tokens, scores, above))
-    return best_nodes(tokens, above, scores, schedule.nodes)
+    return schedule.pick(tokens, above, scores)
 
 
 DRAFT_STREAM = MAX_NODES
