@@ -7,7 +7,7 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 WORKERS ?= 2
 READY := $(VENV)/.ready
-CORE := CMakeLists.txt $(wildcard spec_compile/ngram/*.h spec_compile/ngram/*.cpp spec_compile/kernels/*.h spec_compile/kernels/*/*.h spec_compile/kernels/*/*.cpp)
+CORE := CMakeLists.txt $(wildcard spec_compile/ngram/*.h spec_compile/ngram/*.cpp spec_compile/kernels/*.h spec_compile/kernels/*/*.h spec_compile/kernels/*/*.cpp spec_compile/contrib/kernels/*.h spec_compile/contrib/kernels/*.cpp)
 
 # All caches of a clone lie in the clone. Compiled Python is kept also if the environment says to keep none: otherwise
 # each process compiles torch and transformers anew, which takes 20 seconds. Inductor's code of a forced level has
