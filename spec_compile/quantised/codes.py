@@ -195,7 +195,7 @@ class WeightLayout:
         outputs, inputs = self.outputs(parts, x.shape[-1]), x.shape[-1]
         step = max(WEIGHTS // inputs, 256) // math.lcm(self.step, 8) * math.lcm(self.step, 8)
         if outputs <= step or self.cut(parts, 0, 0) is None:
-            return multiply(parts, bias)
+            return multiply(parts, bias).to(x.dtype)
         out = x.new_empty(*x.shape[:-1], outputs)
         for begin in range(0, outputs, step):
             end = min(begin + step, outputs)

@@ -47,7 +47,7 @@ class Fp8Block(WeightLayout):
 
         def multiply(parts: Sequence[Tensor], bias: Tensor | None) -> Tensor:
             out = exact_linear(rounded, self.weight(parts, x.shape[-1]), None).to(x.dtype)
-            return out if bias is None else (out + bias).to(x.dtype)
+            return out if bias is None else out + bias
 
         return self.by_outputs(x, parts, bias, multiply)
 
@@ -84,7 +84,7 @@ class Int8Weight(_PerOutput):
         def multiply(parts: Sequence[Tensor], bias: Tensor | None) -> Tensor:
             codes, scales = parts
             out = F.linear(x, codes.to(x.dtype)) * scales[:, 0].to(x.dtype)
-            return out if bias is None else (out + bias).to(x.dtype)
+            return out if bias is None else out + bias
 
         return self.by_outputs(x, parts, bias, multiply)
 
