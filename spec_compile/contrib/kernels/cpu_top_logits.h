@@ -43,8 +43,7 @@ template <int N> struct Lanes {
         typename Vector<uint16_t, N>::Type half;
         std::memcpy(&half, logits, sizeof half);
         const Bits bits = __builtin_convertvector(half, Bits) << 16;
-        std::memcpy(&x, &bits, sizeof x);
-        x = x == x ? (x < kLargest ? x : kLargest - Numbers{}) : kLeast - Numbers{};
+        read(x, reinterpret_cast<const float*>(&bits));
     }
     SPEC_COMPILE_INLINE static void read(Numbers& x, const float* logits) {
         std::memcpy(&x, logits, sizeof x);

@@ -233,8 +233,8 @@ NB_MODULE(_cpu_trees, m) {
                                           g.at<bool>(5)[b], nodes, int(g.size(8)), g.at<int64_t>(9) + b * nodes,
                                           g.at<int64_t>(10) + b * nodes, g.at<float>(11) + b * nodes);
     });
-    // logits, true for bfloat16, rows, vocab, k, temperature, level, threads; log-probabilities or 0, ids; banned, applies
-    // and nodes, or 0 of each
+    // logits, true for bfloat16, rows, vocab, k, temperature, level, threads; log-probabilities or 0, ids; banned,
+    // applies and nodes, or 0 of each
     m.def("read_logits", [](nb::tuple values) {
         const Given g{values};
         const int64_t vocab = g.size(3), k = g.size(4);

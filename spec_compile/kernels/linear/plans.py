@@ -228,7 +228,7 @@ def sizes_in_turns(outputs: int, parts: int, inputs: int, processors: int) -> li
     def time(turns: int, blocks: int) -> int:
         return ceil_div(programs(turns, blocks), processors) * (turns * inputs // parts + BEGIN)
 
-    choices = (1, 2, parts) if parts % 2 == 0 else (1, 1, 1)
+    choices = (1, 2, parts) if parts % 2 == 0 else (1,)
     sizes = [_halved(FEW) if 2 * programs(1, 1) <= processors else FEW, SOME]
     if parts > 2:
         made = 2 * programs(1, 1)  # tiles have half the height
@@ -236,7 +236,7 @@ def sizes_in_turns(outputs: int, parts: int, inputs: int, processors: int) -> li
         sizes[1] = SPREAD._replace(turns=turns, stages=4 if made // turns <= 2 * processors else 3)
     for blocks in range(1, TURNED_BLOCKS + 1):
         # Beyond 64 rows pairs, or all parts, so that few kernels are compiled.
-        known = choices if blocks == 1 else choices[1:]
+        known = choices if blocks == 1 else choices[-2:]
         turns = min(known, key=lambda each, blocks=blocks: time(each, blocks))
         tile, made = MANY._replace(blocks=blocks, turns=turns), programs(turns, blocks)
         if 2 * made <= processors:

@@ -19,7 +19,7 @@ from ..card import AMPERE, HOPPER, card_of, launches_early
 from ..launching import are_plain, zero_counters
 from ..ops import as_rows
 from . import computed, tuned
-from .plans import CUT, ProductPlan, ProductTile, ceil_div, packed_plan, plan, squared_columns
+from .plans import BUSY, CUT, ProductPlan, ProductTile, ceil_div, packed_plan, plan, squared_columns
 from .product import Gate, Matrix, Product, QkvHeads, ResidualStream
 
 try:
@@ -199,7 +199,7 @@ MANY_ROWS = 512
 """Rows from which on the larger tile may be faster."""
 FIXED_ROWS = 12
 """The rows whose time a program takes for anything but rows: a turn takes 49 us with 256 rows and 26 us with 128."""
-GATED_TILE, LEAST_GATED_ROWS, BUSY = ProductTile(256, 64, 128, 8, 4), 65, 0.8
+GATED_TILE, LEAST_GATED_ROWS = ProductTile(256, 64, 128, 8, 4), 65
 """The tile of a gated product of LEAST_GATED_ROWS to MANY_ROWS rows whose columns are not cut, if its programs keep a
 share of BUSY of the multiprocessors busy. Llama-3.1-8B's product took 0.88 of the time of `skinny_gemm_kernel` with
 128 and with 256 rows on an H200. Tiles of few outputs, and cut columns, took 0.9 to 1.3."""
